@@ -1,0 +1,45 @@
+"""Naming intermediates: how a forward tells which of its tensors a backward is given.
+
+``tag`` is the identity. Only while :func:`collect` is active does it also record the tensor
+under its name, so a tagged forward costs nothing and compiles as if it were not tagged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from fusedbwd.errors import SchemaError
+
+_collected: ContextVar[dict[str, Tensor] | None] = ContextVar("fusedbwd_collected", default=None)
+
+
+def tag(tensor: Tensor, name: str) -> Tensor:
+    """Returns ``tensor`` itself; an active :func:`collect` records it as ``name``.
+
+    Raises:
+        SchemaError: ``name`` was already tagged within this collection.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return tensor
+    collected = _collected.get()
+    if collected is not None:
+        if name in collected:
+            raise SchemaError(f"the intermediate {name!r} is tagged twice in one forward")
+        collected[name] = tensor
+    return tensor
+
+
+@contextmanager
+def collect() -> Iterator[dict[str, Tensor]]:
+    """Yields a dict that fills with the intermediates tagged inside the block, by name."""
+    collected: dict[str, Tensor] = {}
+    token = _collected.set(collected)
+    try:
+        yield collected
+    finally:
+        _collected.reset(token)
