@@ -19,7 +19,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parents[1]
-VERSIONS = ("2.11.0", "2.13.0", "2.14.1")
+TORCH = {"2.11": "torch==2.11.0", "2.13": "torch==2.13.0", "2.14": "torch==2.14.1"}
 COUNTS_FILE = "FUSEDBWD_COUNTS_FILE"
 
 Counts = dict[str, dict[str, int]]
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     given = dict(args.venv)
     counts, failed = {}, []
-    for version in dict.fromkeys((*args.versions, *given)):
+    for version in args.versions or dict.fromkeys((*TORCH, *given)):
         print(f"== torch {version}", flush=True)
         python = (given.get(version) or make_venv(version)) / "bin" / "python"
         passed, counts[version] = run_tests(python, args.tests, args.marker)
@@ -57,8 +57,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--versions",
         nargs="+",
-        default=list(VERSIONS),
-        help=f"torch versions (default: {' '.join(VERSIONS)})",
+        metavar="VERSION",
+        help=f"torch versions (default: {', '.join(TORCH)} and those given with --venv)",
     )
     parser.add_argument(
         "--venv",
@@ -68,7 +68,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="VERSION=PATH",
         help="run VERSION in this existing environment; repeatable",
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for version in args.versions or ():
+        if version not in TORCH and version not in dict(args.venv):
+            parser.error(f"version {version}: expected one of {', '.join(TORCH)}, or a --venv")
+    return args
 
 
 def version_and_path(text: str) -> tuple[str, Path]:
@@ -81,7 +85,7 @@ def version_and_path(text: str) -> tuple[str, Path]:
 def make_venv(version: str) -> Path:
     """The environment with this torch under .venvs/, completed if it is not."""
     venv = ROOT / ".venvs" / f"torch-{version}"
-    environment = os.environ | {"VENV": str(venv), "TORCH_SPEC": f"torch=={version}"}
+    environment = os.environ | {"VENV": str(venv), "TORCH_SPEC": TORCH[version]}
     subprocess.run([ROOT / "scripts" / "setup_venv.sh", "test"], env=environment, check=True)
     return venv
 
