@@ -1,0 +1,15 @@
+"""Fused backward kernels: reference, Triton kernel, launcher and op, one file a fusion."""
+
+from fusedbwd.kernels.gelu import gelu_backward
+from fusedbwd.kernels.layer_norm import layer_norm_backward, layer_norm_backward_dx
+from fusedbwd.kernels.rms_norm import rms_norm_backward, rms_norm_backward_dx
+from fusedbwd.kernels.swiglu import swiglu_backward
+
+__all__ = [
+    "gelu_backward",
+    "layer_norm_backward",
+    "layer_norm_backward_dx",
+    "rms_norm_backward",
+    "rms_norm_backward_dx",
+    "swiglu_backward",
+]

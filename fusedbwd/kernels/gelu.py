@@ -1,0 +1,131 @@
+"""GELU backward (tanh and exact) with the bias gradient, in one pass over memory."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedbwd.kernels._op import define_op, launch, next_power_of_2, sm_count
+from fusedbwd.kernels._tiles import accumulation_dtype, unit_stride
+
+
+def gelu_backward_reference(
+    grad: torch.Tensor, x: torch.Tensor, approximate: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradient of ``gelu(x)``, and its column sums, the gradient of a bias added to get x.
+
+    Exact: gelu(x) = x * Phi(x), slope Phi(x) + x * exp(-x^2 / 2) / sqrt(2 pi), with Phi the
+    normal distribution function. Tanh: Phi(x) is replaced by s = sigmoid(2 u) with
+    u = sqrt(2 / pi) * (x + 0.044715 x^3), and the slope is s + 2 x s (1 - s) du/dx
+    (Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016; (1 + tanh u) / 2 = sigmoid(2 u)).
+
+    Args:
+        grad: [T, I], gradient of the activation; any float dtype.
+        x: [T, I], its input.
+        approximate: "tanh" or "none", as in torch.nn.functional.gelu.
+
+    Returns:
+        dx [T, I] in x's dtype; dbias [I] in float32 (float64 for float64 inputs), summed
+        before dx is rounded.
+    """
+    wide = accumulation_dtype(grad, x)
+    g, x_wide = grad.to(wide), x.to(wide)
+    if approximate == "tanh":
+        scale, cubic = math.sqrt(2 / math.pi), 0.044715
+        s = torch.sigmoid(2 * scale * (x_wide + cubic * x_wide**3))
+        # s * (1 - s) is zero long before |x| = 100; unclamped, x^2 could overflow: 0 * inf.
+        near = x_wide.clamp(-100, 100)
+        slope = s + 2 * near * s * (1 - s) * scale * (1 + 3 * cubic * near**2)
+    else:
+        phi = 0.5 * (1 + torch.erf(x_wide * math.sqrt(0.5)))
+        slope = phi + x_wide * torch.exp(-0.5 * x_wide**2) / math.sqrt(2 * math.pi)
+    dx = g * slope
+    return dx.to(x.dtype).contiguous(), dx.sum(0)
+
+
+@triton.jit
+def _gelu_backward_kernel(
+    grad_ptr,
+    x_ptr,
+    dx_ptr,
+    partial_ptr,
+    tokens,
+    grad_stride,
+    x_stride,
+    TANH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    # One column block and every num_programs-th row block: the sums stay in registers.
+    chunk = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    in_width = column < WIDTH
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in tl.range(chunk * ROWS, tokens, tl.num_programs(0) * ROWS, num_stages=3):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        mask = (row < tokens) & in_width
+        grad = tl.load(grad_ptr + row * grad_stride + column, mask, 0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * x_stride + column, mask, 0.0).to(tl.float32)
+        if TANH:
+            # s = sigmoid(2 u) by an exponential that cannot overflow; where 2 u underflows to
+            # 0 or 1, the second term vanishes, and clamping x keeps it from being 0 * inf.
+            u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+            z = tl.exp(-2 * tl.abs(u))
+            s = tl.where(u < 0, z, 1.0) / (1 + z)
+            spread = z / ((1 + z) * (1 + z))  # s * (1 - s)
+            near = tl.minimum(tl.maximum(x, -100.0), 100.0)
+            inner = 0.7978845608028654 * (1 + 3 * 0.044715 * near * near)
+            slope = s + 2 * near * spread * inner
+        else:
+            phi = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+            slope = phi + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+        dx = grad * slope
+        tl.store(dx_ptr + row * WIDTH + column, dx.to(dx_ptr.dtype.element_ty), mask)
+        sums += dx
+    tl.store(partial_ptr + chunk * WIDTH + column, tl.sum(sums, 0, keep_dims=True), in_width)
+
+
+def gelu_backward_launch(
+    grad: torch.Tensor, x: torch.Tensor, approximate: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches the kernel over row chunks x column blocks and adds up the chunks' sums."""
+    grad, x = unit_stride(grad), unit_stride(x)
+    tokens, width = x.shape
+    columns = min(256, next_power_of_2(width))
+    rows = 2048 // columns
+    blocks = (width + columns - 1) // columns
+    chunks = max(1, 8 * sm_count(x.device) // blocks)
+    dx = x.new_empty((tokens, width))
+    partial = x.new_empty((chunks, width), dtype=torch.float32)
+    launch(_gelu_backward_kernel, (chunks, blocks))(
+        grad,
+        x,
+        dx,
+        partial,
+        tokens,
+        grad.stride(0),
+        x.stride(0),
+        TANH=approximate == "tanh",
+        WIDTH=width,
+        ROWS=rows,
+        COLUMNS=columns,
+        num_warps=4,
+    )
+    return dx, partial.sum(0)
+
+
+def _fake(grad, x, approximate):
+    dbias = x.new_empty((x.shape[1],), dtype=accumulation_dtype(grad, x))
+    return x.new_empty(x.shape), dbias
+
+
+gelu_backward = define_op(
+    "gelu_backward(Tensor grad, Tensor x, str approximate) -> (Tensor, Tensor)",
+    reference=gelu_backward_reference,
+    launcher=gelu_backward_launch,
+    fake=_fake,
+)

@@ -1,0 +1,226 @@
+"""LayerNorm backward: input gradient, residual gradient added, weight and bias gradients."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedbwd.kernels._op import define_op, launch
+from fusedbwd.kernels._tiles import (
+    accumulation_dtype,
+    norm_tile,
+    row_stride,
+    supported,
+    unit_stride,
+)
+
+__all__ = ["layer_norm_backward", "layer_norm_backward_dx", "supported"]
+
+
+def layer_norm_backward_reference(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    stat: torch.Tensor,
+    eps: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of y = n * weight + bias with n = (x - mean) r, r = 1 / sqrt(var + eps).
+
+    With g = ``grad`` and c = g weight: dx = (c - mean(c) - n mean(c n)) r + residual,
+    dw = sum over rows of g n, db = sum over rows of g (Ba, Kiros and Hinton, "Layer
+    Normalization", 2016, differentiated). Statistics are used as given, whatever x is.
+
+    Args:
+        grad: [T, H], gradient of y; any float dtype, as are x, weight and residual.
+        x: [T, H], the norm's input; n itself if ``mean`` is None.
+        mean: [T, 1] or [T] float32, or None.
+        weight: [H], or None for a norm without one.
+        stat: [T, 1] or [T] float32: r if ``eps`` is None, else the biased variance.
+        eps: scalar tensor on x's device, added to ``stat``; None if ``stat`` is r.
+        residual: [T, H], a gradient to add to dx, or None.
+        out_dtype: dtype of dx.
+
+    Returns:
+        dx [T, H], rounded once; dw [H] and db [H] in float32 (float64 for float64 inputs).
+    """
+    wide = accumulation_dtype(grad, x)
+    g, normalized = grad.to(wide), x.to(wide)
+    r = stat.reshape(-1, 1).to(wide)
+    if eps is not None:
+        r = torch.rsqrt(r + eps)
+    if mean is not None:
+        normalized = (normalized - mean.reshape(-1, 1)) * r
+    gw = g if weight is None else g * weight.to(wide)
+    slope = (gw * normalized).mean(1, keepdim=True)
+    dx = (gw - gw.mean(1, keepdim=True) - normalized * slope) * r
+    if residual is not None:
+        dx = dx + residual
+    return dx.to(out_dtype).contiguous(), (g * normalized).sum(0), g.sum(0)
+
+
+def layer_norm_backward_dx_reference(
+    grad, x, mean, weight, stat, eps, residual, out_dtype
+) -> torch.Tensor:
+    """dx alone, for frozen parameters; see :func:`layer_norm_backward_reference`."""
+    return layer_norm_backward_reference(grad, x, mean, weight, stat, eps, residual, out_dtype)[0]
+
+
+@triton.jit
+def _layer_norm_backward_kernel(
+    grad_ptr,
+    x_ptr,
+    mean_ptr,
+    weight_ptr,
+    stat_ptr,
+    eps_ptr,
+    residual_ptr,
+    dx_ptr,
+    dw_partial_ptr,
+    db_partial_ptr,
+    tokens,
+    grad_stride,
+    x_stride,
+    mean_stride,
+    stat_stride,
+    residual_stride,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_EPS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_DW: tl.constexpr,
+):
+    program = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)[None, :]
+    in_width = column < WIDTH
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + column, in_width, 0.0).to(tl.float32)
+    if HAS_EPS:
+        eps = tl.load(eps_ptr).to(tl.float32)
+    dw = tl.zeros([ROWS, COLUMNS], tl.float32)
+    db = tl.zeros([ROWS, COLUMNS], tl.float32)
+    step = tl.num_programs(0) * ROWS
+    for start in tl.range(program * ROWS, tokens, step, num_stages=STAGES):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        in_rows = row < tokens
+        mask = in_rows & in_width
+        grad = tl.load(grad_ptr + row * grad_stride + column, mask, 0.0).to(tl.float32)
+        normalized = tl.load(x_ptr + row * x_stride + column, mask, 0.0).to(tl.float32)
+        rstd = tl.load(stat_ptr + row * stat_stride, in_rows, 1.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + row * residual_stride + column, mask, 0.0)
+        if HAS_EPS:
+            rstd = tl.rsqrt(rstd + eps)
+        if HAS_MEAN:
+            # Columns past the width become nonzero here; grad is 0 there, so no sum sees them.
+            mean = tl.load(mean_ptr + row * mean_stride, in_rows, 0.0).to(tl.float32)
+            normalized = (normalized - mean) * rstd
+
+        if HAS_DW:
+            dw += grad * normalized
+            db += grad
+        if HAS_WEIGHT:
+            grad *= weight
+        offset = tl.sum(grad, 1, keep_dims=True) / WIDTH
+        slope = tl.sum(grad * normalized, 1, keep_dims=True) / WIDTH
+        dx = (grad - offset - normalized * slope) * rstd
+        if HAS_RESIDUAL:
+            dx += residual.to(tl.float32)
+        tl.store(dx_ptr + row * WIDTH + column, dx.to(dx_ptr.dtype.element_ty), mask)
+    if HAS_DW:
+        share = program * WIDTH + column
+        tl.store(dw_partial_ptr + share, tl.sum(dw, 0, keep_dims=True), in_width)
+        tl.store(db_partial_ptr + share, tl.sum(db, 0, keep_dims=True), in_width)
+
+
+def _launch(grad, x, mean, weight, stat, eps, residual, out_dtype, partials):
+    grad, x = unit_stride(grad), unit_stride(x)
+    weight = None if weight is None else unit_stride(weight)
+    residual = None if residual is None else unit_stride(residual)
+    tokens, width = x.shape
+    tile = norm_tile(width)
+    dx = x.new_empty((tokens, width), dtype=out_dtype)
+    # An absent operand's pointer is never followed: any tensor stands in for it.
+    dw_partial, db_partial = (stat, stat) if partials is None else partials
+    launch(_layer_norm_backward_kernel, (tile.programs(x.device),))(
+        grad,
+        x,
+        stat if mean is None else mean,
+        x if weight is None else weight,
+        stat,
+        stat if eps is None else eps,
+        x if residual is None else residual,
+        dx,
+        dw_partial,
+        db_partial,
+        tokens,
+        grad.stride(0),
+        x.stride(0),
+        row_stride(mean),
+        stat.stride(0),
+        row_stride(residual),
+        WIDTH=width,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        STAGES=tile.stages,
+        HAS_MEAN=mean is not None,
+        HAS_WEIGHT=weight is not None,
+        HAS_EPS=eps is not None,
+        HAS_RESIDUAL=residual is not None,
+        HAS_DW=partials is not None,
+        num_warps=tile.warps,
+    )
+    return dx
+
+
+def layer_norm_backward_launch(
+    grad, x, mean, weight, stat, eps, residual, out_dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launches the kernel, then adds up the programs' shares of dw and db in a fixed order."""
+    width = x.shape[1]
+    programs = norm_tile(width).programs(x.device)
+    dw = x.new_empty((programs, width), dtype=torch.float32)
+    db = x.new_empty((programs, width), dtype=torch.float32)
+    dx = _launch(grad, x, mean, weight, stat, eps, residual, out_dtype, (dw, db))
+    return dx, dw.sum(0), db.sum(0)
+
+
+def layer_norm_backward_dx_launch(
+    grad, x, mean, weight, stat, eps, residual, out_dtype
+) -> torch.Tensor:
+    """Launches the kernel without its parameter-gradient part."""
+    return _launch(grad, x, mean, weight, stat, eps, residual, out_dtype, None)
+
+
+def _fake(grad, x, mean, weight, stat, eps, residual, out_dtype):
+    width, wide = x.shape[1], accumulation_dtype(grad, x)
+    dw, db = x.new_empty((width,), dtype=wide), x.new_empty((width,), dtype=wide)
+    return x.new_empty(x.shape, dtype=out_dtype), dw, db
+
+
+def _fake_dx(grad, x, mean, weight, stat, eps, residual, out_dtype):
+    return x.new_empty(x.shape, dtype=out_dtype)
+
+
+layer_norm_backward = define_op(
+    "layer_norm_backward(Tensor grad, Tensor x, Tensor? mean, Tensor? weight, Tensor stat, "
+    "Tensor? eps, Tensor? residual, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
+    reference=layer_norm_backward_reference,
+    launcher=layer_norm_backward_launch,
+    fake=_fake,
+)
+
+layer_norm_backward_dx = define_op(
+    "layer_norm_backward_dx(Tensor grad, Tensor x, Tensor? mean, Tensor? weight, Tensor stat, "
+    "Tensor? eps, Tensor? residual, ScalarType out_dtype) -> Tensor",
+    reference=layer_norm_backward_dx_reference,
+    launcher=layer_norm_backward_dx_launch,
+    fake=_fake_dx,
+)

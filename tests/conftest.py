@@ -1,0 +1,26 @@
+"""Test setup: without a GPU, Triton kernels run in the interpreter, on CPU tensors."""
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+
+
+@pytest.fixture
+def device() -> str:
+    """Where kernels run: "cuda", or "cpu" for the interpreter."""
+    return DEVICE
+
+
+def pytest_collection_modifyitems(items):
+    if HAS_GPU:
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

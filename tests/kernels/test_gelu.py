@@ -1,0 +1,84 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from checks import DTYPES, SHAPES, assert_right, cast, gradients, run
+
+from fusedbwd.kernels.gelu import gelu_backward_launch, gelu_backward_reference
+
+FLAVOURS = ["tanh", "none"]
+
+
+def autograd(grad, x, approximate):
+    dx = gradients(lambda x: F.gelu(x, approximate=approximate), grad, x)[0]
+    return dx, dx.sum(0)
+
+
+def draw(tokens, width, dtype, device):
+    torch.manual_seed(tokens + width)
+    return [torch.randn(tokens, width, dtype=dtype, device=device) for _ in range(2)]
+
+
+@pytest.mark.parametrize("approximate", FLAVOURS)
+def test_reference_is_autograd(approximate):
+    grad, x = draw(127, 33, torch.float64, "cpu")
+    x = 3 * x
+    torch.testing.assert_close(
+        gelu_backward_reference(grad, x, approximate),
+        autograd(grad, x, approximate),
+        rtol=1e-11,
+        atol=1e-13,
+    )
+
+
+@pytest.mark.parametrize("approximate", FLAVOURS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), [*SHAPES, (3, 300)])
+def test_kernel(tokens, width, dtype, approximate, device):
+    args = [*draw(tokens, width, dtype, device), approximate]
+    assert_right(
+        run(gelu_backward_launch, *args),
+        autograd(*cast(args, torch.float64)),
+        autograd(*args),
+        dtype,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("approximate", FLAVOURS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernel_at_size(dtype, approximate, device):
+    args = [*draw(4097, 2048, dtype, device), approximate]
+    assert_right(
+        run(gelu_backward_launch, *args),
+        autograd(*cast(args, torch.float64)),
+        autograd(*args),
+        dtype,
+    )
+
+
+def test_flavours_differ(device):
+    x = torch.full((1, 33), 2.0186, device=device)
+    grad = torch.ones_like(x)
+    tanh, exact = (run(gelu_backward_launch, grad, x, a)[0] for a in FLAVOURS)
+    assert 8e-4 < (tanh - exact).abs().max() < 9e-4
+
+
+@pytest.mark.parametrize("implementation", ["reference", "kernel"])
+@pytest.mark.parametrize("approximate", FLAVOURS)
+def test_large_inputs(approximate, implementation, device):
+    x = torch.tensor([[30.0, 1e4, 1e20, -30.0, -1e4, -1e20]], device=device)
+    grad = torch.ones_like(x)
+    if implementation == "kernel":
+        dx, _ = run(gelu_backward_launch, grad, x, approximate)
+    else:
+        dx, _ = gelu_backward_reference(grad, x, approximate)
+    assert dx.tolist() == [[1, 1, 1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("approximate", FLAVOURS)
+def test_nan_stays_in_its_column(approximate, device):
+    grad, x = draw(7, 33, torch.float32, device)
+    x[2, 5] = torch.nan
+    dx, dbias = run(gelu_backward_launch, grad, x, approximate)
+    assert dx.isnan().nonzero().tolist() == [[2, 5]]
+    assert dbias.isnan().nonzero().tolist() == [[5]]

@@ -1,0 +1,108 @@
+"""What holds for every fused op, whatever it computes."""
+
+import pytest
+import torch
+from checks import run
+
+from fusedbwd.kernels import (
+    gelu_backward,
+    layer_norm_backward,
+    layer_norm_backward_dx,
+    rms_norm_backward,
+    rms_norm_backward_dx,
+    swiglu_backward,
+)
+from fusedbwd.kernels._op import LAUNCHERS
+
+WIDTH = 48
+
+
+def draw(tokens, device):
+    """Random operands: three matrices, a weight, a positive statistic, eps."""
+    torch.manual_seed(tokens)
+    matrices = [torch.randn(tokens, WIDTH, device=device) for _ in range(3)]
+    weight, stat = torch.randn(WIDTH, device=device), torch.rand(tokens, 1, device=device) + 0.1
+    return *matrices, weight, stat, torch.tensor(1e-5, device=device)
+
+
+def arguments(op, tokens, device):
+    """A full set of arguments for ``op``; the incoming gradient comes first."""
+    a, b, c, weight, stat, eps = draw(tokens, device)
+    return {
+        swiglu_backward: (a, b, c),
+        gelu_backward: (a, b, "tanh"),
+        rms_norm_backward: (a, b, weight, stat, eps, None, c, 1.0, torch.float32),
+        rms_norm_backward_dx: (a, b, weight, stat, eps, c, 1.0, torch.float32),
+        layer_norm_backward: (a, b, stat, weight, stat, eps, c, torch.float32),
+        layer_norm_backward_dx: (a, b, stat, weight, stat, eps, c, torch.float32),
+    }[op]
+
+
+OPS = list(LAUNCHERS)
+over_ops = pytest.mark.parametrize("op", OPS, ids=lambda op: op._schema.name.split("::")[1])
+
+
+def outputs(op, *args):
+    result = run(LAUNCHERS[op], *args)
+    return (result,) if isinstance(result, torch.Tensor) else result
+
+
+@over_ops
+@pytest.mark.parametrize("tokens", [0, 7])
+def test_opcheck(op, tokens, device):
+    torch.library.opcheck(op, arguments(op, tokens, device))
+
+
+@over_ops
+def test_kernel_has_the_shapes_that_the_op_declares(op, device):
+    args = arguments(op, 7, device)
+    meta = op(*(a.to("meta") if isinstance(a, torch.Tensor) else a for a in args))
+    meta = (meta,) if isinstance(meta, torch.Tensor) else meta
+    for actual, declared in zip(outputs(op, *args), meta, strict=True):
+        assert actual.shape == declared.shape
+        assert actual.dtype == declared.dtype
+        assert actual.stride() == declared.stride()
+
+
+@over_ops
+def test_no_tokens(op, device):
+    for actual in outputs(op, *arguments(op, 0, device)):
+        assert actual.numel() == 0 or not actual.any()
+
+
+@over_ops
+@pytest.mark.parametrize("layout", ["expanded", "rows expanded", "sliced", "transposed"])
+def test_layout_of_the_gradient(op, layout, device):
+    grad, *rest = arguments(op, 7, device)
+    strided = {
+        "expanded": lambda: grad[0, 0].expand(7, WIDTH),
+        "rows expanded": lambda: grad[0].expand(7, WIDTH),
+        "sliced": lambda: torch.cat([grad, grad + 1, grad], 1)[:, 5 : 5 + WIDTH],
+        "transposed": lambda: grad.t().contiguous().t(),
+    }[layout]()
+    expected = outputs(op, strided.contiguous(), *rest)
+    for actual, want in zip(outputs(op, strided, *rest), expected, strict=True):
+        assert torch.equal(actual, want)
+
+
+@over_ops
+def test_inputs_are_not_written_and_results_repeat(op, device):
+    args = arguments(op, 127, device)
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    before = [t.clone() for t in tensors]
+    first, second = outputs(op, *args), outputs(op, *args)
+    assert all(torch.equal(t, b) for t, b in zip(tensors, before, strict=True))
+    assert all(torch.equal(f, s) for f, s in zip(first, second, strict=True))
+    storages = [t.untyped_storage().data_ptr() for t in (*tensors, *first, *second)]
+    assert len({*storages}) == len({*(id(t) for t in tensors)}) + len(first) + len(second)
+
+
+@over_ops
+def test_float64_is_computed_in_float64(op, device):
+    args = [a.double() if isinstance(a, torch.Tensor) else a for a in arguments(op, 7, device)]
+    args = [torch.float64 if a is torch.float32 else a for a in args]
+    results = op(*args)
+    results = (results,) if isinstance(results, torch.Tensor) else results
+    for actual, result in zip(outputs(op, *args), results, strict=True):
+        assert actual.dtype == torch.float64
+        assert torch.equal(actual, result)
