@@ -233,7 +233,7 @@ def test_verify_script(name, script, tmp_path, capsys):
 
     assert script("verify", negate_first)([*argv, "--cases", "0,2x9"]) == 1
     printed = capsys.readouterr().out
-    assert "0 of 2 cases pass" in printed and "failed: 2x16, 2x9" in printed
+    assert "0 of 2 cases pass" in printed and "failed: 2x17, 2x9" in printed
     assert script("verify")([*argv, "--cases", "99"]) == 2
     assert "case '99'" in capsys.readouterr().err
 
