@@ -1,1 +1,22 @@
-"""The fusions: one file per family, each matching the backward of an op in the joint graph."""
+"""The fusions, one a file: each a :class:`~fusedbwd.patterns.pattern.Pattern`.
+
+``algebra`` proves rewrites; ``norms`` and ``walk`` hold the steps that several patterns share.
+"""
+
+from fusedbwd.patterns import (
+    gelu_backward,
+    layer_norm_backward,
+    rms_norm_backward,
+    swiglu_backward,
+)
+from fusedbwd.patterns.pattern import Miss, Pattern, Rewrite
+
+PATTERNS: tuple[Pattern, ...] = (
+    swiglu_backward.PATTERN,
+    gelu_backward.PATTERN,
+    rms_norm_backward.PATTERN,
+    layer_norm_backward.PATTERN,
+)
+"""Every fusion, in the order in which the passes run."""
+
+__all__ = ["PATTERNS", "Miss", "Pattern", "Rewrite"]

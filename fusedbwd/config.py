@@ -1,0 +1,39 @@
+"""Settings of one compilation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to fuse and how strictly to check it. Part of every cache key.
+
+    Attributes:
+        swiglu_backward: fuse the SwiGLU backward into one packed gradient buffer.
+        gelu_backward: fuse the GELU backward with the bias gradient.
+        rms_norm_backward: fuse the RMSNorm backward with residual and weight gradients.
+        layer_norm_backward: fuse the LayerNorm backward with residual and parameter gradients.
+        strict: raise :class:`~fusedbwd.errors.FusionError` where nothing was fused.
+        verify: check each rewrite on random data against the subgraph that it replaces, when
+            it is compiled; raise :class:`~fusedbwd.errors.VerificationError` on disagreement.
+        cpp_wrapper: let Inductor generate a C++ wrapper for GPU code: launches cost less, the
+            first compilation takes longer. Only for exported backwards; None: Inductor's own
+            setting.
+    """
+
+    swiglu_backward: bool = True
+    gelu_backward: bool = True
+    rms_norm_backward: bool = True
+    layer_norm_backward: bool = True
+    strict: bool = False
+    verify: bool = False
+    cpp_wrapper: bool | None = None
+
+    def enabled(self, fusion: str) -> bool:
+        """Whether the fusion of that name is switched on."""
+        return getattr(self, fusion)
+
+    def key(self) -> str:
+        """A text that two configurations share exactly when they are equal."""
+        return ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))

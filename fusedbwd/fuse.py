@@ -1,0 +1,153 @@
+"""Joint graph → fused joint graph: the passes, and the record of what they did.
+
+Each pattern runs as an Inductor ``PatternMatcherPass`` of its own. A match is rewritten only
+if its proof holds; the composite ops that are left are then expanded as Inductor would have
+expanded them while tracing.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import fx
+from torch._inductor.pattern_matcher import (
+    CallFunctionVarArgs,
+    Match,
+    PatternMatcherPass,
+    register_graph_pattern,
+)
+
+from fusedbwd import compat
+from fusedbwd.config import Config
+from fusedbwd.errors import FusionError
+from fusedbwd.graph import depends_on, inline, same_size, stable_topological_sort, value
+from fusedbwd.patterns import PATTERNS, Miss, Pattern, Rewrite
+from fusedbwd.report import Fired, Missed, Report
+from fusedbwd.verify_rewrite import verify_rewrite
+
+log = logging.getLogger("fusedbwd")
+
+
+def fuse(graph: fx.Graph, config: Config) -> Report:
+    """Applies every fusion that ``config`` switches on, then expands what is left.
+
+    Args:
+        graph: a joint graph with fake values in its metadata; changed in place.
+
+    Raises:
+        FusionError: ``config.strict`` and nothing was fused.
+        VerificationError: ``config.verify`` and a rewrite disagreed with what it replaced.
+    """
+    report = Report()
+    compat.remove_noop_ops(graph)
+    for pattern in PATTERNS:
+        if config.enabled(pattern.name):
+            pattern_pass(graph, pattern, report, verify=config.verify)
+        else:
+            report.switched_off.append(pattern.name)
+    expand_pass(graph)
+    log.info("%s", report.summary())
+    for miss in report.missed:
+        log.debug("%s not fused at %s: %s", miss.fusion, miss.anchor, miss.reason)
+    compat.trace_structured("fusedbwd_report", str(report))
+    if config.strict and not report.fired:
+        raise FusionError(f"strict: nothing was fused\n{report}")
+    return report
+
+
+def pattern_pass(
+    graph: fx.Graph, pattern: Pattern, report: Report, *, verify: bool = False
+) -> None:
+    """Rewrites every proven match of ``pattern`` and adds to ``report``."""
+    proven: dict[fx.Node, Rewrite] = {}
+
+    def extra_check(match: Match) -> bool:
+        node = match.output_node()
+        try:
+            rewrite = pattern.prove(match)
+            if rewrite is not None:
+                _check_order(rewrite)
+                proven[node] = rewrite
+        except Miss as miss:
+            report.missed.append(Missed(pattern.name, node.name, str(miss)))
+        return node in proven
+
+    def handler(match: Match, *args: object, **kwargs: object) -> None:
+        node = match.output_node()
+        rewrite = proven.pop(node)
+        if verify:
+            verify_rewrite(pattern.name, rewrite)
+        replaced = tuple(n.name for n in rewrite.outputs)
+        anchor = node.name
+        try:
+            _apply(graph, rewrite, node)
+        except Miss as miss:
+            report.missed.append(Missed(pattern.name, anchor, str(miss)))
+        else:
+            report.fired.append(Fired(pattern.name, anchor, replaced))
+
+    matcher = PatternMatcherPass(pass_name=f"fusedbwd_{pattern.name}")
+    for anchor in pattern.anchors:
+        register_graph_pattern(anchor, extra_check=extra_check, pass_dict=matcher)(handler)
+    matcher.apply(graph)
+    graph.lint()
+
+
+def expand_pass(graph: fx.Graph) -> None:
+    """Expands the composite ops that tracing kept whole and no pattern took."""
+    decompositions = compat.full_decompositions()
+    matcher = PatternMatcherPass(pass_name="fusedbwd_expand")
+
+    def handler(match: Match, *args: object, **kwargs: object) -> None:
+        node = match.output_node()
+        decomposition = decompositions[node.target]
+        new = inline(
+            graph,
+            lambda *a: decomposition(*a, **node.kwargs),
+            node.args,
+            before=node,
+            decompositions=decompositions,
+        )
+        _redirect(node, new)
+
+    for op in compat.KEPT_WHOLE:
+        if op in decompositions:
+            register_graph_pattern(CallFunctionVarArgs(op), pass_dict=matcher)(handler)
+    matcher.apply(graph)
+    graph.eliminate_dead_code()
+    graph.lint()
+
+
+def _redirect(node: fx.Node, new: list[fx.Node]) -> None:
+    """Hands ``node``'s users over to ``new``, and removes it."""
+    if isinstance(value(node), torch.Tensor):
+        node.replace_all_uses_with(new[0])
+    else:
+        for item in list(node.users):
+            item.replace_all_uses_with(new[item.args[1]])
+            item.graph.erase_node(item)
+    node.graph.erase_node(node)
+
+
+def _check_order(rewrite: Rewrite) -> None:
+    """A fused op computes all outputs at once, so no operand may need one of them."""
+    for operand in rewrite.operands:
+        if isinstance(operand, fx.Node) and depends_on([operand], rewrite.outputs):
+            raise Miss(f"its operand {operand.name} is computed from one of its results")
+
+
+def _apply(graph: fx.Graph, rewrite: Rewrite, anchor: fx.Node) -> None:
+    new = inline(graph, rewrite.replacement, rewrite.operands, before=anchor)
+    for old, node in zip(rewrite.outputs, new, strict=True):
+        was, now = value(old), value(node)
+        if was.dtype != now.dtype or not same_size(was.shape, now.shape):
+            graph.eliminate_dead_code()
+            raise Miss(
+                f"the fused op gives {now.dtype} {list(now.shape)} for {old.name}, "
+                f"which is {was.dtype} {list(was.shape)}"
+            )
+    for old, node in zip(rewrite.outputs, new, strict=True):
+        old.replace_all_uses_with(node)
+    stable_topological_sort(graph)
+    graph.eliminate_dead_code()

@@ -1,0 +1,182 @@
+"""Small operations on FX graphs that fusion, partitioning and verification share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+
+class Leak(Exception):
+    """An extracted subgraph needs a placeholder that is not among its inputs."""
+
+    def __init__(self, node: fx.Node):
+        super().__init__(node.name)
+        self.node = node
+
+
+def value(node):
+    """The fake value of a node; anything else as it is."""
+    return node.meta["val"] if isinstance(node, fx.Node) else node
+
+
+def gradient_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """The incoming gradients of a joint graph, and everything computed from them."""
+    tangents = [n for n in graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
+    return set().union(*map(reachable, tangents))
+
+
+def fake_mode_of(graph: fx.Graph):
+    """The fake mode of the graph's metadata."""
+    return torch._guards.detect_fake_mode([value(n) for n in graph.nodes if "val" in n.meta])
+
+
+def same_size(a, b) -> bool:
+    """Whether two shapes are provably equal."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return len(a) == len(b) and all(
+        statically_known_true(x == y) for x, y in zip(a, b, strict=True)
+    )
+
+
+def inline(
+    graph: fx.Graph, fn: Callable, args: Sequence, *, before: fx.Node, decompositions=None
+) -> list:
+    """Traces ``fn`` on the fake values of ``args`` and puts its graph before ``before``.
+
+    Args:
+        args: nodes, constants and lists of them.
+        decompositions: as for ``make_fx``.
+
+    Returns:
+        What ``fn`` returns, flattened, as nodes.
+    """
+    flat, spec = pytree.tree_flatten(list(args), is_leaf=lambda x: isinstance(x, fx.Node))
+    holes = [i for i, a in enumerate(flat) if isinstance(a, fx.Node)]
+
+    def call(*values):
+        filled = list(flat)
+        for i, v in zip(holes, values, strict=True):
+            filled[i] = v
+        return pytree.tree_leaves(fn(*pytree.tree_unflatten(filled, spec)))
+
+    with fake_mode_of(graph), enable_python_dispatcher():
+        traced = make_fx(call, decomposition_table=decompositions)(*(value(flat[i]) for i in holes))
+    traced.graph.eliminate_dead_code()
+
+    placed: dict[fx.Node, fx.Node] = dict(
+        zip(traced.graph.find_nodes(op="placeholder"), (flat[i] for i in holes), strict=True)
+    )
+    inherited = {
+        k: before.meta[k] for k in ("partitioner_tag", "stack_trace", "seq_nr") if k in before.meta
+    }
+    with graph.inserting_before(before):
+        for node in traced.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            copied = graph.node_copy(node, placed.__getitem__)
+            copied.meta.update(inherited)
+            placed[node] = copied
+    return [placed[n] if isinstance(n, fx.Node) else n for n in traced.graph.output_node().args[0]]
+
+
+def depends_on(nodes: Iterable[fx.Node], targets: Iterable[fx.Node]) -> bool:
+    """Whether any of ``nodes`` is, or is computed from, any of ``targets``."""
+    targets, seen, todo = set(targets), set(), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node in targets:
+            return True
+        if node not in seen:
+            seen.add(node)
+            todo.extend(node.all_input_nodes)
+    return False
+
+
+def reachable(node: fx.Node) -> set[fx.Node]:
+    """``node`` and everything computed from it."""
+    seen, todo = set(), [node]
+    while todo:
+        n = todo.pop()
+        if n not in seen:
+            seen.add(n)
+            todo.extend(n.users)
+    return seen
+
+
+def extract(
+    outputs: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    names: Sequence[str] | None = None,
+    *,
+    substitute: Callable[[fx.Graph, fx.Node, dict], fx.Node | int | None] = lambda *_: None,
+) -> fx.Graph:
+    """The graph that computes ``outputs`` from ``inputs``, a placeholder for each in order.
+
+    Size nodes are rebuilt from the inputs' own sizes where those have them.
+
+    Args:
+        names: the placeholders' names.
+        substitute: called as ``(new graph, node, node → new node)`` before a node is copied;
+            what it returns, unless None, stands for the node.
+
+    Raises:
+        Leak: the outputs depend on a placeholder that is not an input.
+    """
+    new = fx.Graph()
+    copied: dict[fx.Node, fx.Node | int] = {}
+    sizes: dict[object, tuple[fx.Node, int]] = {}
+    for i, node in enumerate(inputs):
+        placeholder = new.placeholder(names[i] if names else node.name)
+        placeholder.meta = dict(node.meta)
+        copied.setdefault(node, placeholder)
+        if isinstance(value(node), torch.Tensor):
+            for dim, size in enumerate(value(node).shape):
+                if isinstance(size, torch.SymInt):
+                    sizes.setdefault(size.node.expr, (placeholder, dim))
+
+    def without_operands(node: fx.Node) -> fx.Node | int | None:
+        """``node``'s stand-in, where it needs nothing that the old graph computes for it."""
+        made = substitute(new, node, copied)
+        val = node.meta.get("val")
+        if made is None and isinstance(val, torch.SymInt) and val.node.expr in sizes:
+            made = new.call_function(torch.ops.aten.sym_size.int, sizes[val.node.expr])
+            made.meta["val"] = val
+        if made is None and node.op == "placeholder":
+            raise Leak(node)
+        return made
+
+    # Depth first, without recursion: joint graphs are deep.
+    todo = [n for n in reversed(outputs) if isinstance(n, fx.Node)]
+    while todo:
+        node = todo[-1]
+        if node in copied:
+            todo.pop()
+        elif (made := without_operands(node)) is not None:
+            copied[node] = made
+        elif missing := [n for n in node.all_input_nodes if n not in copied]:
+            todo.extend(missing)
+        else:
+            copied[node] = new.node_copy(node, copied.__getitem__)
+    new.output([copied[n] if isinstance(n, fx.Node) else n for n in outputs])
+    return new
+
+
+__all__ = [
+    "Leak",
+    "depends_on",
+    "extract",
+    "fake_mode_of",
+    "gradient_nodes",
+    "inline",
+    "reachable",
+    "same_size",
+    "stable_topological_sort",
+    "value",
+]

@@ -1,0 +1,101 @@
+"""``Config.verify``: a rewrite against the subgraph that it replaces, on random data.
+
+The subgraph is run twice: as traced, and in float64. The fused replacement must be as near
+the float64 result as the error budget allows (:func:`fusedbwd.numerics.budget`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fusedbwd.errors import VerificationError
+from fusedbwd.graph import Leak, extract, value
+from fusedbwd.numerics import budget, relative_l2, within
+from fusedbwd.patterns import Rewrite
+
+
+def verify_rewrite(fusion: str, rewrite: Rewrite) -> None:
+    """Runs ``rewrite`` and what it replaces on the same random operands.
+
+    Raises:
+        VerificationError: an output disagrees, or depends on a tensor that the fused op does
+            not read.
+    """
+    operands = [
+        o for o in dict.fromkeys((*rewrite.operands, *rewrite.sources)) if isinstance(o, fx.Node)
+    ]
+    free = [o for o in operands if not _follows_from(o, [p for p in operands if p is not o])]
+    try:
+        graph = extract([*rewrite.outputs, *operands], free, substitute=_hint)
+    except Leak as leak:
+        raise VerificationError(
+            f"{fusion}: what it replaces depends on {leak.node.name}, which it does not read"
+        ) from None
+    program = fx.GraphModule(torch.nn.Module(), graph)
+    given = [_random(value(o)) for o in free]
+    traced = fx.Interpreter(program).run(*given)
+    exact = _Float64(program).run(*(_widened(t) for t in given))
+
+    count = len(rewrite.outputs)
+    values = dict(zip(operands, traced[count:], strict=True))
+    fused = rewrite.replacement(
+        *(values[o] if isinstance(o, fx.Node) else o for o in rewrite.operands)
+    )
+    for node, ours, unfused, truth in zip(rewrite.outputs, fused, traced, exact, strict=False):
+        error, eager_error = relative_l2(ours, truth), relative_l2(unfused, truth)
+        if not within(error, budget(eager_error, ours.dtype)):
+            raise VerificationError(
+                f"{fusion}: {node.name} differs from what it replaces: relative error {error:.2e} "
+                f"against float64, unfused {eager_error:.2e}"
+            )
+
+
+def _follows_from(node: fx.Node, others: list[fx.Node]) -> bool:
+    if node.op == "placeholder":
+        return False
+    try:
+        extract([node], others, substitute=_hint)
+    except Leak:
+        return False
+    return True
+
+
+class _Float64(fx.Interpreter):
+    """Runs a graph with every floating dtype that it mentions replaced by float64."""
+
+    def call_function(self, target, args, kwargs):
+        args, kwargs = fx.node.map_aggregate((args, kwargs), _wide_dtype)
+        return super().call_function(target, tuple(args), kwargs)
+
+
+def _wide_dtype(item):
+    is_float = isinstance(item, torch.dtype) and item.is_floating_point
+    return torch.float64 if is_float else item
+
+
+def _widened(item):
+    return item.double() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
+
+
+def _size(size) -> int:
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def _hint(new: fx.Graph, node: fx.Node, copied: dict) -> int | None:
+    """The size that a size node is taken to have."""
+    val = node.meta.get("val")
+    return _size(val) if isinstance(val, torch.SymInt) else None
+
+
+def _random(fake):
+    """Random data in the place of a fake value; positive where it is a statistic of a row."""
+    if not isinstance(fake, torch.Tensor):
+        return _size(fake)
+    shape = [_size(s) for s in fake.shape]
+    if not fake.dtype.is_floating_point:
+        return torch.randint(0, 2, shape, device=fake.device).to(fake.dtype)
+    is_statistic = not shape or shape[-1] == 1
+    make = torch.rand if is_statistic else torch.randn
+    data = make(shape, device=fake.device, dtype=torch.float32)
+    return (data + 0.5 if is_statistic else data).to(fake.dtype)

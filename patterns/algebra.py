@@ -1,0 +1,370 @@
+"""A normal form for elementwise and row-reduction arithmetic: how a rewrite is proven.
+
+Autograd spells one gradient in many ways: ``x * x`` or ``pow(x, 2)``, ``rsqrt(v)`` or
+``1 / sqrt(v)``, sums in any order, casts anywhere. :func:`normal_form` reduces a node to a
+polynomial in chosen leaf nodes, so that two spellings of one formula become equal values and
+anything else does not. A matcher then *proves* a rewrite by comparing the graph's polynomial
+with the formula of the fused kernel.
+
+The arithmetic is exact but for three things, which is what a rewrite may change: the order of
+sums and products, the rounding between them (floating casts are looked through), and a
+coefficient's last bits. Values are functions on rows: leading dimensions index rows, the last
+dimension is the row itself, and sums run over whole rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+_MAX_TERMS = 64  # a formula of ours has at most eight; more means it is not one
+_DIGITS = 9  # significant digits in which coefficients must agree
+
+
+class NotPolynomial(Exception):
+    """The value has no (small) normal form."""
+
+
+@dataclass(frozen=True)
+class RowSum:
+    """The sum over a row of a polynomial without factors that are constant along the row."""
+
+    of: Poly
+
+
+@dataclass(frozen=True)
+class Base:
+    """A sum that is raised to a power other than a natural number, such as variance + eps."""
+
+    of: Poly
+
+
+@dataclass(frozen=True)
+class Function:
+    """A named function of a polynomial, such as a sigmoid."""
+
+    name: str
+    of: Poly
+
+
+Atom = fx.Node | RowSum | Base | Function
+Monomial = frozenset  # of (Atom, Fraction) pairs: a product of powers
+
+
+@dataclass(frozen=True)
+class Poly:
+    """A sum of monomials with coefficients. Compare with :meth:`matches`."""
+
+    terms: frozenset  # of (Monomial, float)
+
+    @staticmethod
+    def of_dict(terms: dict[Monomial, float]) -> Poly:
+        if len(terms) > _MAX_TERMS:
+            raise NotPolynomial(f"more than {_MAX_TERMS} terms")
+        return Poly(frozenset((m, c) for m, c in terms.items() if c))
+
+    def matches(self, other: Poly) -> bool:
+        """Whether both are the same polynomial, but for the last bits of coefficients."""
+        mine, theirs = dict(self.terms), dict(other.terms)
+        return mine.keys() == theirs.keys() and all(
+            math.isclose(c, theirs[m], rel_tol=10.0**-_DIGITS) for m, c in mine.items()
+        )
+
+    def canonical(self) -> Poly:
+        """This polynomial with rounded coefficients, which is how atoms hold theirs."""
+        return Poly(frozenset((m, float(f"{c:.{_DIGITS - 1}e}")) for m, c in self.terms))
+
+    def __add__(self, other: Poly) -> Poly:
+        terms = dict(self.terms)
+        for m, c in other.terms:
+            terms[m] = terms.get(m, 0.0) + c
+        # What cancels to rounding noise is zero.
+        size = max((abs(c) for _, c in (*self.terms, *other.terms)), default=0.0)
+        return Poly.of_dict({m: c for m, c in terms.items() if abs(c) > 1e-12 * size})
+
+    def __mul__(self, other: Poly | float) -> Poly:
+        if not isinstance(other, Poly):
+            other = constant(other)
+        if len(self.terms) * len(other.terms) > _MAX_TERMS:
+            raise NotPolynomial(f"more than {_MAX_TERMS} terms")
+        terms: dict[Monomial, float] = {}
+        for m1, c1 in self.terms:
+            for m2, c2 in other.terms:
+                m = _times(m1, m2)
+                terms[m] = terms.get(m, 0.0) + c1 * c2
+        return Poly.of_dict(terms)
+
+    def __sub__(self, other: Poly) -> Poly:
+        return self + other * -1.0
+
+    def __pow__(self, exponent: Fraction | int) -> Poly:
+        exponent = Fraction(exponent)
+        if exponent.denominator == 1 and 0 <= exponent <= 4:
+            product = constant(1.0)
+            for _ in range(int(exponent)):
+                product = product * self
+            return product
+        single = self._single()
+        if single is None:
+            return monomial(Base(self.canonical()), exponent)
+        m, c = single
+        even = (
+            any((e * exponent).denominator == 1 and e.denominator == 1 and e % 2 == 0 for _, e in m)
+            and exponent.denominator != 1
+        )
+        if even or (c <= 0 and exponent.denominator != 1):
+            return monomial(Base(self.canonical()), exponent)  # sqrt(x * x) is not x
+        return Poly.of_dict({frozenset((a, e * exponent) for a, e in m): c ** float(exponent)})
+
+    def _single(self) -> tuple[Monomial, float] | None:
+        return next(iter(self.terms)) if len(self.terms) == 1 else None
+
+    def atoms(self) -> set[Atom]:
+        """Every atom of every term, not looking inside sums and functions."""
+        return {a for m, _ in self.terms for a, _ in m}
+
+
+def _times(a: Monomial, b: Monomial) -> Monomial:
+    powers = dict(a)
+    for atom, e in b:
+        powers[atom] = powers.get(atom, Fraction(0)) + e
+    return frozenset((atom, e) for atom, e in powers.items() if e)
+
+
+def constant(c: float) -> Poly:
+    return Poly.of_dict({frozenset(): float(c)})
+
+
+def monomial(atom: Atom, exponent: Fraction | int = 1) -> Poly:
+    return Poly.of_dict({frozenset([(atom, Fraction(exponent))]): 1.0})
+
+
+def row_sum(p: Poly, width: int) -> Poly:
+    """The sum of ``p`` over rows of ``width``: what is constant along the row comes out."""
+    total = constant(0.0)
+    for m, c in p.terms:
+        outer = frozenset((a, e) for a, e in m if is_row_constant(a))
+        inner = m - outer
+        summed = monomial(RowSum(Poly(frozenset([(inner, 1.0)])))) if inner else constant(width)
+        total = total + Poly.of_dict({outer: c}) * summed
+    return total
+
+
+def is_row_constant(atom: Atom) -> bool:
+    """Whether ``atom`` has one value per row (or one in all)."""
+    if isinstance(atom, RowSum):
+        return True
+    if isinstance(atom, (Base, Function)):
+        return all(is_row_constant(a) for a in atom.of.atoms())
+    shape = _shape(atom)
+    return shape is not None and (len(shape) == 0 or _is(shape[-1], 1))
+
+
+def normal_form(
+    node: fx.Node | float,
+    leaves: Iterable[fx.Node] = (),
+    expandable: Callable[[fx.Node], bool] = lambda node: True,
+) -> Poly:
+    """The polynomial that ``node`` computes.
+
+    Args:
+        node: an FX node with fake values in its metadata, or a number.
+        leaves: nodes that stay atoms.
+        expandable: called for every other node; where it returns False the node stays an atom.
+
+    Raises:
+        NotPolynomial: the form grows beyond what a formula of ours could have.
+    """
+    stop = set(leaves)
+    memo: dict[fx.Node, Poly] = {}
+
+    def form(n) -> Poly:
+        if isinstance(n, (int, float)):
+            return constant(float(n))
+        if not isinstance(n, fx.Node):
+            raise NotPolynomial(f"operand {n!r}")
+        if n not in memo:
+            rule = _RULES.get(n.target) if n.op == "call_function" else None
+            poly = None
+            if n not in stop and rule is not None and expandable(n) and _is_float(n):
+                poly = rule(n, form)
+            memo[n] = monomial(n) if poly is None else poly
+        return memo[n]
+
+    return form(node)
+
+
+def strip(node: fx.Node) -> fx.Node:
+    """The node behind floating casts, copies and views that keep rows whole."""
+    while node.op == "call_function" and node.target in _TRANSPARENT and _keeps_rows(node):
+        node = node.args[0]
+    return node
+
+
+# --- rules: one per aten op, (node, form) -> Poly, or None where the node stays an atom
+
+
+def _shape(node: fx.Node):
+    val = node.meta.get("val")
+    return val.shape if isinstance(val, torch.Tensor) else None
+
+
+def _is(size, n: int) -> bool:
+    return isinstance(size, int) and size == n
+
+
+def _is_float(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) and val.dtype.is_floating_point
+
+
+def _keeps_rows(node: fx.Node) -> bool:
+    """Whether a cast, copy, view or expand leaves rows what they are."""
+    source = node.args[0]
+    if not (isinstance(source, fx.Node) and _is_float(source) and _is_float(node)):
+        return False
+    before, after = _shape(source), _shape(node)
+    if len(before) == 0:
+        return True
+    if len(after) == 0:
+        return False
+    if node.target is aten.expand.default:
+        return _is(before[-1], 1) or before[-1] == after[-1]
+    if node.target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
+        return isinstance(before[-1], int) and _is(after[-1], before[-1])
+    if node.target is aten.unsqueeze.default:
+        return node.args[1] % len(after) != len(after) - 1
+    return True
+
+
+def _transparent(n, form):
+    return form(n.args[0]) if _keeps_rows(n) else None
+
+
+def _unsqueeze(n, form):
+    # A row reduction without keepdim, then unsqueeze(-1), is one with keepdim.
+    source = n.args[0]
+    if source.op == "call_function" and source.target in (aten.sum.dim_IntList, aten.mean.dim):
+        after = _shape(n)
+        if n.args[1] % len(after) == len(after) - 1:
+            return _reduce(source, form, keepdim=True)
+    return _transparent(n, form)
+
+
+def _reduce(n, form, keepdim=None):
+    source = n.args[0]
+    shape = _shape(source)
+    dims = n.args[1] if len(n.args) > 1 else None
+    kept = n.args[2] if len(n.args) > 2 else n.kwargs.get("keepdim", False)
+    if dims is None or shape is None or not isinstance(shape[-1], int):
+        return None
+    if [d % len(shape) for d in dims] != [len(shape) - 1] or not (kept or keepdim):
+        return None
+    total = row_sum(form(source), shape[-1])
+    return total * (1.0 / shape[-1]) if n.target is aten.mean.dim else total
+
+
+def _variance(n, form):
+    """Biased variance over rows; any other correction stays an atom."""
+    shape = _shape(n.args[0])
+    dims = n.args[1] if len(n.args) > 1 else n.kwargs.get("dim")
+    if (
+        not dims
+        or n.kwargs.get("correction") != 0
+        or not n.kwargs.get("keepdim", False)
+        or [d % len(shape) for d in dims] != [len(shape) - 1]
+    ):
+        return None
+    return variance(form(n.args[0]), shape[-1])
+
+
+def variance(p: Poly, width: int) -> Poly:
+    """The biased variance of ``p`` over rows of ``width``."""
+    mean = row_sum(p, width) * (1.0 / width)
+    return row_sum((p - mean) ** 2, width) * (1.0 / width)
+
+
+def _pow(n, form):
+    exponent = n.args[1]
+    if not isinstance(exponent, (int, float)):
+        return None
+    return (
+        form(n.args[0]) ** Fraction(exponent).limit_denominator(8)
+        if float(exponent * 8).is_integer()
+        else None
+    )
+
+
+def _add(sign):
+    def rule(n, form):
+        alpha = n.kwargs.get("alpha", 1)
+        return form(n.args[0]) + form(n.args[1]) * (sign * alpha)
+
+    return rule
+
+
+def _div(n, form):
+    if n.kwargs.get("rounding_mode") is not None:
+        return None
+    return form(n.args[0]) * form(n.args[1]) ** -1
+
+
+def _function(name):
+    return lambda n, form: monomial(Function(name, form(n.args[0]).canonical()))
+
+
+def _full(n, form):
+    fill = n.args[1]
+    return constant(fill) if isinstance(fill, (int, float)) else None
+
+
+_TRANSPARENT = {
+    prims.convert_element_type.default,
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.expand.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+}
+
+_RULES: dict[object, Callable] = {
+    **dict.fromkeys(_TRANSPARENT, _transparent),
+    aten.unsqueeze.default: _unsqueeze,
+    aten.add.Tensor: _add(1),
+    aten.add.Scalar: _add(1),
+    aten.sub.Tensor: _add(-1),
+    aten.sub.Scalar: _add(-1),
+    aten.mul.Tensor: lambda n, form: form(n.args[0]) * form(n.args[1]),
+    aten.mul.Scalar: lambda n, form: form(n.args[0]) * form(n.args[1]),
+    aten.div.Tensor: _div,
+    aten.div.Scalar: _div,
+    aten.neg.default: lambda n, form: form(n.args[0]) * -1.0,
+    aten.reciprocal.default: lambda n, form: form(n.args[0]) ** -1,
+    aten.rsqrt.default: lambda n, form: form(n.args[0]) ** Fraction(-1, 2),
+    aten.sqrt.default: lambda n, form: form(n.args[0]) ** Fraction(1, 2),
+    aten.square.default: lambda n, form: form(n.args[0]) ** 2,
+    aten.pow.Tensor_Scalar: _pow,
+    aten.sum.dim_IntList: _reduce,
+    aten.mean.dim: _reduce,
+    aten.var.correction: _variance,
+    aten.sigmoid.default: _function("sigmoid"),
+    aten.silu.default: lambda n, form: (
+        form(n.args[0]) * monomial(Function("sigmoid", form(n.args[0]).canonical()))
+    ),
+    aten.exp.default: _function("exp"),
+    aten.tanh.default: _function("tanh"),
+    aten.erf.default: _function("erf"),
+    aten.full.default: _full,
+}

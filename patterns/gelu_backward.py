@@ -1,0 +1,63 @@
+"""GELU backward with the gradient of the bias that was added before it, in one pass.
+
+Takes tanh and exact GELU. Without a bias gradient there is nothing to gain over the
+compiler's own pointwise code, and the pattern does not fire.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match
+
+from fusedbwd.graph import value
+from fusedbwd.kernels import gelu_backward
+from fusedbwd.patterns.algebra import strip
+from fusedbwd.patterns.pattern import Pattern, Rewrite, require
+from fusedbwd.patterns.walk import final_cast
+
+aten = torch.ops.aten
+
+
+def _prove(match: Match) -> Rewrite:
+    node = match.output_node()
+    grad, x = node.args
+    approximate = node.kwargs.get("approximate", "none")
+    dx = final_cast(node)
+    width = value(x).shape[-1]
+    require(isinstance(width, int), f"the width of {x.name} is not static")
+    bias_sum = _bias_sum(dx, width)
+    require(bias_sum is not None, f"no bias gradient is summed from {dx.name}")
+    bias_shape, bias_dtype = value(bias_sum).shape, value(bias_sum).dtype
+    dtype = value(dx).dtype
+    require(value(x).dtype == dtype, f"{dx.name} is {dtype}, {x.name} {value(x).dtype}")
+
+    def replacement(grad, x):
+        g, x2 = grad.reshape(-1, width), x.reshape(-1, width)
+        dx, d_bias = gelu_backward(g, x2, approximate)
+        return dx.reshape(x.shape), d_bias.reshape(bias_shape).to(bias_dtype)
+
+    return Rewrite((dx, bias_sum), (strip(grad), x), replacement)
+
+
+def _bias_sum(dx: fx.Node, width: int) -> fx.Node | None:
+    """The sum of ``dx`` over all rows, behind views."""
+    todo = [dx]
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if user.target is aten.sum.dim_IntList:
+                rank = value(node).dim()
+                dims = sorted(d % rank for d in user.args[1])
+                if dims == list(range(rank - 1)) and value(node).shape[-1] == width:
+                    return user
+            elif strip(user) is strip(dx):
+                todo.append(user)
+    return None
+
+
+PATTERN = Pattern(
+    name="gelu_backward",
+    anchors=[CallFunctionVarArgs(aten.gelu_backward.default)],
+    prove=_prove,
+)

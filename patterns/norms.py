@@ -1,0 +1,377 @@
+"""The proof that RMSNorm's and LayerNorm's backward share, for norms written in primitives.
+
+A norm's forward is found by its statistic, ``1 / sqrt(var + eps)`` in any spelling. Its
+backward, as autograd spells it, is then compared with the closed form as polynomials in the
+incoming gradient and the norm's input (:mod:`fusedbwd.patterns.algebra`)::
+
+    RMSNorm    dx = gw·r − x·r³·mean(gw·x)                  r = 1/sqrt(mean(x²) + eps)
+    LayerNorm  dx = (gw − mean(gw) − n·mean(gw·n))·r        n = (x − mean(x))·r
+
+with gw = g·weight. A residual gradient may be added in the same expression, at any place in
+the sum. Sums over rows of g·n (weight) and of g (bias) join the fusion.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import fx
+
+from fusedbwd.graph import gradient_nodes, reachable, same_size, value
+from fusedbwd.patterns.algebra import (
+    NotPolynomial,
+    Poly,
+    constant,
+    monomial,
+    normal_form,
+    row_sum,
+    strip,
+    variance,
+)
+from fusedbwd.patterns.pattern import Miss, only_user, require
+from fusedbwd.patterns.walk import final_cast, same_numel
+
+aten = torch.ops.aten
+
+SAVED = "fusedbwd_saved"
+"""Key in a node's metadata: the schema saves this node, under the name that is its value."""
+
+_SQUARES = (aten.pow.Tensor_Scalar, aten.square.default, aten.mul.Tensor)
+_PRODUCTS = (aten.mul.Tensor, aten.div.Tensor, aten.sub.Tensor, aten.neg.default)
+_MAX_CLIMB = 24  # nodes from a row sum up to the gradient that it belongs to
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A norm's ``var + eps`` in the forward.
+
+    Attributes:
+        x: the norm's input, before casts.
+        var: mean of squares, or variance.
+        eps: a float, or a 0-d node.
+        shifted: ``var + eps``.
+    """
+
+    x: fx.Node
+    var: fx.Node
+    eps: fx.Node | float
+    shifted: fx.Node
+
+    @property
+    def width(self) -> int:
+        return value(self.x).shape[-1]
+
+
+@dataclass(frozen=True)
+class NormBackward:
+    """A proven norm backward.
+
+    Attributes:
+        statistic: the norm that it belongs to.
+        grad: the gradient of the norm's output.
+        weight: the weight vector, or None.
+        weight_offset: what the forward adds to the weight (Gemma: 1).
+        residual: a gradient that is added to dx, or None.
+        dx: the node of dx (plus the residual).
+        dw, db: the nodes of the parameter gradients, or None.
+    """
+
+    statistic: Statistic
+    grad: fx.Node
+    weight: fx.Node | None
+    weight_offset: float
+    residual: fx.Node | None
+    dx: fx.Node
+    dw: fx.Node | None
+    db: fx.Node | None
+
+
+def statistics(graph: fx.Graph) -> Iterator[Statistic]:
+    """Every ``var + eps`` under a square root."""
+    for node in graph.nodes:
+        is_root = node.op == "call_function" and (
+            node.target in (aten.rsqrt.default, aten.sqrt.default)
+            or (node.target is aten.pow.Tensor_Scalar and abs(node.args[1]) == 0.5)
+        )
+        if not is_root:
+            continue
+        shifted = strip(node.args[0])
+        if shifted.op != "call_function" or shifted.target not in (
+            aten.add.Tensor,
+            aten.add.Scalar,
+        ):
+            continue
+        a, b = shifted.args
+        var, eps = (b, a) if isinstance(a, fx.Node) and value(a).dim() == 0 else (a, b)
+        x = _input_of(var) if isinstance(var, fx.Node) else None
+        if x is not None and isinstance(value(x).shape[-1], int):
+            yield Statistic(x, var, eps, shifted)
+
+
+def _input_of(var: fx.Node) -> fx.Node | None:
+    """x, where ``var`` looks like a mean of squares or a variance of x."""
+    node = strip(var)
+    if node.op != "call_function":
+        return None
+    if node.target is operator.getitem:
+        node = node.args[0]
+    if node.target in (aten.var.correction, aten.var_mean.correction):
+        return strip(node.args[0])
+    if node.target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar):
+        node = strip(node.args[0])  # sum / N
+    if node.target not in (aten.mean.dim, aten.sum.dim_IntList):
+        return None
+    square = strip(node.args[0])
+    if square.op != "call_function" or square.target not in _SQUARES:
+        return None
+    x = strip(square.args[0])
+    if x.op == "call_function" and x.target is aten.sub.Tensor:
+        return strip(x.args[0])
+    return x
+
+
+def prove(row_sum_node: fx.Node, *, centered: bool) -> NormBackward | None:
+    """The norm backward that ``row_sum_node`` is part of.
+
+    Args:
+        row_sum_node: a sum over rows in the backward.
+        centered: LayerNorm rather than RMSNorm.
+
+    Returns:
+        None where no norm's input is among the summed factors.
+
+    Raises:
+        Miss: there is a norm, but its backward is not the closed form.
+    """
+    rank = value(row_sum_node.args[0]).dim()
+    if [d % rank for d in row_sum_node.args[1]] != [rank - 1] or not row_sum_node.users:
+        return None
+    gradients = gradient_nodes(row_sum_node.graph)
+    if row_sum_node not in gradients:
+        return None
+    factors = _factors(row_sum_node.args[0])
+    chain = [n for n in reversed(factors) if n in gradients]
+    reason = None
+    for stat in statistics(row_sum_node.graph):
+        if stat.x not in factors or not _is_norm(stat, centered):
+            continue
+        for grad in chain:  # deepest first: the gradient before the weight is applied
+            try:
+                return _prove_for(row_sum_node, stat, grad, factors, gradients, centered)
+            except (Miss, NotPolynomial) as miss:
+                reason = reason or str(miss)
+    if reason is not None:
+        raise Miss(reason)
+    return None
+
+
+def _is_norm(stat: Statistic, centered: bool) -> bool:
+    """Whether the statistic is of the wanted kind, and exactly so."""
+    x = monomial(stat.x)
+    spread = variance(x, stat.width) if centered else _mean(x**2, stat.width)
+    try:
+        return normal_form(stat.shifted, leaves=(stat.x,)).matches(spread + normal_form(stat.eps))
+    except NotPolynomial:
+        return False
+
+
+def _mean(p: Poly, width: int) -> Poly:
+    return row_sum(p, width) * (1.0 / width)
+
+
+def _factors(node: fx.Node) -> list[fx.Node]:
+    """``node`` and what it is a product of, and those in turn, outermost first."""
+    factors: dict[fx.Node, None] = {}
+    todo = [(node, 0)]
+    for n, depth in todo:
+        if not isinstance(n, fx.Node) or not isinstance(value(n), torch.Tensor) or depth > 6:
+            continue
+        n = strip(n)
+        if n not in factors:
+            factors[n] = None
+            if n.op == "call_function" and n.target in _PRODUCTS:
+                todo.extend((a, depth + 1) for a in n.args)
+    return list(factors)
+
+
+def _prove_for(node, stat, grad, factors, gradients, centered) -> NormBackward:
+    width = stat.width
+    inside = reachable(grad)
+    weight, offset = _weight([f for f in factors if f not in gradients], width)
+    g, x = monomial(grad), monomial(stat.x)
+    gw = g * (monomial(weight) + constant(offset)) if weight is not None else g
+    v = normal_form(stat.shifted, leaves=(stat.x,))
+    c = x - _mean(x, width) if centered else x
+    dx = gw * v ** Fraction(-1, 2) - c * _mean(gw * c, width) * v ** Fraction(-3, 2)
+    if centered:
+        dx = dx - _mean(gw, width) * v ** Fraction(-1, 2)
+
+    def expandable(n: fx.Node) -> bool:
+        return n not in gradients or n in inside
+
+    require(same_numel(grad, stat.x), f"{grad.name} and {stat.x.name} differ in size")
+    for top in _sums_above(node):
+        residuals = _residuals(top, inside)
+        if len(residuals) > 1 or not same_numel(top, stat.x):
+            continue
+        if any(not same_numel(r, stat.x) for r in residuals):
+            continue
+        expected = dx + monomial(residuals[0]) if residuals else dx
+        form = normal_form(top, leaves=(grad, stat.x, *residuals), expandable=expandable)
+        if form.matches(expected):
+            break
+    else:
+        raise Miss(
+            f"no sum above {node.name} equals the backward of the norm of {stat.x.name} "
+            f"for the gradient {grad.name}"
+        )
+    n = c * v ** Fraction(-1, 2)
+
+    def column_sum(summand: Poly) -> fx.Node | None:
+        return _column_sum(inside, summand, (grad, stat.x), expandable, width)
+
+    dw = column_sum(g * n) if weight is not None else None
+    db = column_sum(g) if centered else None
+    residual = residuals[0] if residuals else None
+    return NormBackward(stat, grad, weight, offset, residual, final_cast(top), dw, db)
+
+
+def _weight(factors: list[fx.Node], width: int) -> tuple[fx.Node | None, float]:
+    """The vector among ``factors``, as weight and constant offset."""
+    vectors = [
+        n
+        for n in factors
+        if value(n).dim() > 0
+        and value(n).shape[-1] == width
+        and all(isinstance(s, int) and s == 1 for s in value(n).shape[:-1])
+    ]
+    if not vectors:
+        return None, 0.0
+    forms = {}
+    for v in vectors:
+        form = normal_form(v)
+        atoms = form.atoms()
+        if len(atoms) == 1:
+            w = next(iter(atoms))
+            offset = form - monomial(w)
+            constants = [c for m, c in offset.terms if not m]
+            if len(constants) == len(offset.terms) <= 1:
+                forms[w] = constants[0] if constants else 0.0
+    require(len(forms) == 1, f"no single weight vector among {[v.name for v in vectors]}")
+    return next(iter(forms.items()))
+
+
+def _sums_above(node: fx.Node) -> list[fx.Node]:
+    """Sums and differences that ``node`` alone flows into, the outermost first."""
+    sums = []
+    for _ in range(_MAX_CLIMB):
+        user = only_user(node)
+        if user is None or user.op != "call_function":
+            break
+        if user.target in (aten.add.Tensor, aten.sub.Tensor):
+            sums.append(user)
+        node = user
+    return sums[::-1]
+
+
+def _residuals(top: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
+    """Terms of the sum ``top`` that do not come from the norm's gradient."""
+    terms, todo = [], [top]
+    while todo:
+        node = strip(todo.pop())
+        if node not in inside:
+            terms.append(node)
+        elif node.op == "call_function" and node.target is aten.add.Tensor:
+            if node.kwargs.get("alpha", 1) != 1:
+                continue
+            todo.extend(a for a in node.args if isinstance(a, fx.Node))
+    return terms
+
+
+def _column_sum(inside, summand: Poly, leaves, expandable, width: int) -> fx.Node | None:
+    """A sum over all rows of ``summand`` among the nodes ``inside``."""
+    for node in inside:
+        if node.op != "call_function" or node.target is not aten.sum.dim_IntList:
+            continue
+        source = node.args[0]
+        rank = value(source).dim()
+        dims = sorted(d % rank for d in node.args[1])
+        if dims != list(range(rank - 1)) or value(source).shape[-1] != width:
+            continue
+        try:
+            form = normal_form(source, leaves, expandable)
+        except NotPolynomial:
+            continue
+        if form.matches(summand) and math.prod(value(node).shape) == width:
+            return node
+    return None
+
+
+# --- what the two norm patterns need to build their operands
+
+
+def statistic_operands(stat: Statistic) -> tuple[fx.Node, fx.Node | None]:
+    """What the kernel takes its 1/sqrt from: (var, eps) for an eps that is a tensor, so that a
+    given variance is used as it is; else (var + eps, None), see :func:`rstd`."""
+    return (stat.var, stat.eps) if isinstance(stat.eps, fx.Node) else (stat.shifted, None)
+
+
+def rstd(rstd_from: torch.Tensor, eps: torch.Tensor | None) -> torch.Tensor:
+    """The kernels' ``stat`` operand for :func:`statistic_operands`."""
+    return torch.rsqrt(rstd_from.float()) if eps is None else rstd_from
+
+
+def saved_normalized(stat: Statistic, *, centered: bool) -> fx.Node | None:
+    """The normalized tensor, where the schema saves it."""
+    x = monomial(stat.x)
+    c = x - _mean(x, stat.width) if centered else x
+    wanted = c * normal_form(stat.shifted, leaves=(stat.x,)) ** Fraction(-1, 2)
+    for node in stat.x.graph.nodes:
+        if node.meta.get(SAVED) and same_size(value(node).shape, value(stat.x).shape):
+            try:
+                if normal_form(node, leaves=(stat.x,)).matches(wanted):
+                    return node
+            except NotPolynomial:
+                continue
+    return None
+
+
+def mean_of(stat: Statistic) -> fx.Node:
+    """The forward's mean over rows of the norm's input."""
+    wanted = _mean(monomial(stat.x), stat.width)
+    for node in stat.x.graph.nodes:
+        if (
+            node.op == "call_function"
+            and node.target in (aten.mean.dim, aten.div.Tensor, aten.mul.Tensor, operator.getitem)
+            and isinstance(value(node), torch.Tensor)
+            and normal_form(node, leaves=(stat.x,)).matches(wanted)
+        ):
+            return node
+    raise Miss(f"the mean of {stat.x.name} is not in the forward")
+
+
+def with_residual(dx: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """A gradient as it leaves a composite norm op, and the residual gradient added to it.
+
+    Returns:
+        (``dx`` or the sum that alone uses it, the other term or None).
+    """
+    rounded = final_cast(dx)
+    user = only_user(rounded)
+    if (
+        user is not None
+        and user.op == "call_function"
+        and user.target is aten.add.Tensor
+        and user.kwargs.get("alpha", 1) == 1
+    ):
+        others = [a for a in user.args if a is not rounded]
+        if len(others) == 1 and isinstance(others[0], fx.Node):
+            other = others[0]
+            if same_size(value(other).shape, value(dx).shape) and other not in reachable(dx):
+                return user, other
+    return rounded, None

@@ -1,0 +1,61 @@
+"""What a pattern is: anchors, a proof, and the rewrite that the proof yields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+from torch._inductor.pattern_matcher import Match, PatternExpr
+
+
+class Miss(Exception):
+    """Raised by a proof that fails; the text says why, in the graph's own terms."""
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A proven replacement.
+
+    Attributes:
+        outputs: the nodes whose values the replacement gives, in its order. All their users
+            are redirected; what then has no user disappears.
+        operands: nodes and constants that the replacement reads.
+        replacement: traced on the operands' fake values; returns one tensor per output node,
+            of its shape and dtype.
+        sources: tensors that the operands are computed from and the replacement does not
+            read (a norm's input, where it reads the normalized tensor): verification starts
+            from these.
+    """
+
+    outputs: tuple[fx.Node, ...]
+    operands: tuple
+    replacement: Callable
+    sources: tuple[fx.Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One fusion.
+
+    Attributes:
+        name: also the name of its switch in :class:`fusedbwd.Config`.
+        anchors: what the pattern matcher looks for, usually a single backward op.
+        prove: gets the match; returns the rewrite, or raises :class:`Miss`. It may walk
+            further through the graph from the matched node.
+    """
+
+    name: str
+    anchors: Sequence[PatternExpr]
+    prove: Callable[[Match], Rewrite]
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    """The single user of ``node``, or None."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def require(condition: object, reason: str) -> None:
+    """Raises :class:`Miss` with ``reason`` unless ``condition`` holds."""
+    if not condition:
+        raise Miss(reason)

@@ -1,0 +1,63 @@
+"""Steps through a joint graph that several patterns take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import fx
+
+from fusedbwd.graph import same_size, value
+from fusedbwd.patterns.algebra import strip
+from fusedbwd.patterns.pattern import Miss, only_user
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+_CASTS = (prims.convert_element_type.default, aten._to_copy.default)
+
+
+def product_factors(node: fx.Node) -> list[fx.Node]:
+    """The two factors of a product, behind casts and views; the node alone if it is none."""
+    node = strip(node)
+    if node.op == "call_function" and node.target is aten.mul.Tensor:
+        return [strip(a) for a in node.args if isinstance(a, fx.Node)]
+    return [node]
+
+
+def pointwise_users(node: fx.Node) -> Iterator[fx.Node]:
+    """Users of ``node``, looking through casts and views that keep rows whole."""
+    for user in node.users:
+        if strip(user) is strip(node):
+            yield from pointwise_users(user)
+        else:
+            yield user
+
+
+def final_cast(node: fx.Node) -> fx.Node:
+    """The cast that alone uses ``node``, when there is one, else ``node``: where it is rounded."""
+    user = only_user(node)
+    if user is not None and user.op == "call_function" and user.target in _CASTS:
+        return user
+    return node
+
+
+def shaped_like(node: fx.Node, sources: Iterable[fx.Node]) -> fx.Node:
+    """A view or cast of one of ``sources`` that has ``node``'s shape: where a replacement
+    of ``node`` takes its (symbolic) sizes from.
+
+    Raises:
+        Miss: there is none.
+    """
+    todo = list(sources)
+    for n in todo:
+        if same_size(value(n).shape, value(node).shape):
+            return n
+        todo.extend(u for u in n.users if strip(u) is strip(n))
+    raise Miss(f"nothing that the fused op reads has the shape of {node.name}")
+
+
+def same_numel(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two tensors provably have equally many elements and equal rows."""
+    va, vb = value(a), value(b)
+    return va.dim() > 0 and va.shape[-1] == vb.shape[-1] and same_size((va.numel(),), (vb.numel(),))
