@@ -47,6 +47,12 @@ def remove_noop_ops(graph: torch.fx.Graph) -> None:
     remove(graph)
 
 
+def drop_asserts(graph: torch.fx.Graph) -> None:
+    """Removes metadata assertions, which tracing leaves behind ``Tensor.to`` and keep it alive."""
+    for node in graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
+
+
 def trace_structured(name: str, text: str) -> None:
     """Hands ``text`` to torch's structured trace, where tlparse shows it under ``name``."""
     from torch._logging import trace_structured as emit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -10,6 +11,10 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+
+
+SAVED_KEY = "fusedbwd_saved"
+"""Key in a node's metadata: the schema saves this node, under the name that is its value."""
 
 
 class Leak(Exception):
@@ -110,12 +115,37 @@ def reachable(node: fx.Node) -> set[fx.Node]:
     return seen
 
 
+@dataclass
+class Extraction:
+    """A graph under construction by :func:`extract`.
+
+    Attributes:
+        graph: the new graph.
+        copied: what stands for each node of the old graph.
+        sizes: where each open size can be read: a placeholder of the new graph, and a dimension.
+    """
+
+    graph: fx.Graph
+    copied: dict[fx.Node, fx.Node | int]
+    sizes: dict[object, tuple[fx.Node, int]]
+
+    def size(self, size: int | torch.SymInt) -> fx.Node | int:
+        """``size`` in the new graph; -1 where it is not the size of an input."""
+        if isinstance(size, int):
+            return size
+        if size.node.expr not in self.sizes:
+            return -1
+        node = self.graph.call_function(torch.ops.aten.sym_size.int, self.sizes[size.node.expr])
+        node.meta["val"] = size
+        return node
+
+
 def extract(
     outputs: Sequence[fx.Node],
     inputs: Sequence[fx.Node],
     names: Sequence[str] | None = None,
     *,
-    substitute: Callable[[fx.Graph, fx.Node, dict], fx.Node | int | None] = lambda *_: None,
+    substitute: Callable[[Extraction, fx.Node], fx.Node | int | None] = lambda *_: None,
 ) -> fx.Graph:
     """The graph that computes ``outputs`` from ``inputs``, a placeholder for each in order.
 
@@ -123,31 +153,28 @@ def extract(
 
     Args:
         names: the placeholders' names.
-        substitute: called as ``(new graph, node, node → new node)`` before a node is copied;
-            what it returns, unless None, stands for the node.
+        substitute: asked for each node before it is copied; what it returns, unless None,
+            stands for the node.
 
     Raises:
         Leak: the outputs depend on a placeholder that is not an input.
     """
-    new = fx.Graph()
-    copied: dict[fx.Node, fx.Node | int] = {}
-    sizes: dict[object, tuple[fx.Node, int]] = {}
+    new = Extraction(fx.Graph(), {}, {})
     for i, node in enumerate(inputs):
-        placeholder = new.placeholder(names[i] if names else node.name)
+        placeholder = new.graph.placeholder(names[i] if names else node.name)
         placeholder.meta = dict(node.meta)
-        copied.setdefault(node, placeholder)
+        new.copied.setdefault(node, placeholder)
         if isinstance(value(node), torch.Tensor):
             for dim, size in enumerate(value(node).shape):
                 if isinstance(size, torch.SymInt):
-                    sizes.setdefault(size.node.expr, (placeholder, dim))
+                    new.sizes.setdefault(size.node.expr, (placeholder, dim))
 
     def without_operands(node: fx.Node) -> fx.Node | int | None:
         """``node``'s stand-in, where it needs nothing that the old graph computes for it."""
-        made = substitute(new, node, copied)
+        made = substitute(new, node)
         val = node.meta.get("val")
-        if made is None and isinstance(val, torch.SymInt) and val.node.expr in sizes:
-            made = new.call_function(torch.ops.aten.sym_size.int, sizes[val.node.expr])
-            made.meta["val"] = val
+        if made is None and isinstance(val, torch.SymInt) and val.node.expr in new.sizes:
+            made = new.size(val)
         if made is None and node.op == "placeholder":
             raise Leak(node)
         return made
@@ -156,19 +183,21 @@ def extract(
     todo = [n for n in reversed(outputs) if isinstance(n, fx.Node)]
     while todo:
         node = todo[-1]
-        if node in copied:
+        if node in new.copied:
             todo.pop()
         elif (made := without_operands(node)) is not None:
-            copied[node] = made
-        elif missing := [n for n in node.all_input_nodes if n not in copied]:
+            new.copied[node] = made
+        elif missing := [n for n in node.all_input_nodes if n not in new.copied]:
             todo.extend(missing)
         else:
-            copied[node] = new.node_copy(node, copied.__getitem__)
-    new.output([copied[n] if isinstance(n, fx.Node) else n for n in outputs])
-    return new
+            new.copied[node] = new.graph.node_copy(node, new.copied.__getitem__)
+    new.graph.output([new.copied[n] if isinstance(n, fx.Node) else n for n in outputs])
+    return new.graph
 
 
 __all__ = [
+    "SAVED_KEY",
+    "Extraction",
     "Leak",
     "depends_on",
     "extract",

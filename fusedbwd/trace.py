@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from fusedbwd import compat
 from fusedbwd import schema as sch
 from fusedbwd.errors import SchemaError, UnsupportedError
+from fusedbwd.graph import SAVED_KEY
 from fusedbwd.schema import Schema, resolve
 from fusedbwd.tagging import collect
 
@@ -41,19 +42,32 @@ class JointGraph:
     """A traced module.
 
     Attributes:
-        gm: forward and backward in one graph; its output is the forward's outputs, then one
-            gradient (or None) per primal.
-        inputs: the node of each schema input that the graph has, by name.
-        gradients: the node of each schema output, by name.
+        gm: forward and backward in one graph. It gives the gradients, then the saved
+            intermediates, each in the schema's order.
+        schema: the contract that it was traced under.
+        placeholders: by name, the schema's inputs that are inputs of this graph too.
         fake_mode: the mode whose fake tensors the graph's metadata holds.
-        sizes: the value of each size symbol while tracing: SymInt (open) or int (fixed).
     """
 
     gm: fx.GraphModule
-    inputs: dict[str, fx.Node]
-    gradients: dict[str, fx.Node]
+    schema: Schema
+    placeholders: dict[str, fx.Node]
     fake_mode: FakeTensorMode
-    sizes: dict[str, int | torch.SymInt]
+
+    @property
+    def gradients(self) -> list[fx.Node]:
+        """The gradients' nodes, in the schema's order."""
+        return list(self.gm.graph.output_node().args[0][: len(self.schema.outputs)])
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """The nodes of the schema's inputs, in order."""
+        results = self.gm.graph.output_node().args[0]
+        saved = iter(results[len(self.schema.outputs) :])
+        return [
+            next(saved) if i.kind == sch.SAVED else self.placeholders[i.name]
+            for i in self.schema.inputs
+        ]
 
 
 def trace_joint(
@@ -61,7 +75,8 @@ def trace_joint(
     schema: Schema,
     *,
     device: torch.device,
-    sizes: Mapping[str, int] | None = None,
+    sizes: Mapping[str, int | torch.SymInt] | None = None,
+    shape_env: ShapeEnv | None = None,
 ) -> JointGraph:
     """Traces ``module``'s forward and backward under ``schema``.
 
@@ -69,17 +84,16 @@ def trace_joint(
         module: its forward returns one tensor and tags the intermediates that the schema saves.
         schema: names what the backward gets and gives.
         device: where the traced program is to run.
-        sizes: a value for each size symbol to compile for these sizes alone; None leaves every
-            symbol open.
+        sizes, shape_env: from :func:`open_sizes`; by default every size is open.
 
     Raises:
         SchemaError: the schema names something that the module does not have, or says a shape
             or dtype that differs from the module's.
         UnsupportedError: the forward does not return one tensor.
     """
-    shape_env = ShapeEnv()
+    if sizes is None:
+        shape_env, sizes = open_sizes(schema.symbols)
     fake_mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=False)
-    values = dict(sizes) if sizes is not None else _open_sizes(shape_env, schema.symbols)
     wanted = {g.of for g in schema.outputs}
 
     with fake_mode:
@@ -89,7 +103,7 @@ def trace_joint(
             )
             for key, t in (*module.named_parameters(), *module.named_buffers())
         }
-        arguments = _fake_arguments(module, schema, values, device, wanted)
+        arguments = _fake_arguments(module, schema, sizes, device, wanted)
         scalars = {
             i.name: torch.empty((), dtype=i.dtype, device=device)
             for i in schema.inputs
@@ -136,18 +150,57 @@ def trace_joint(
             stack, _Program(run), primals, decompositions=compat.decompositions()
         ).graph_module
 
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    by_name = dict(zip(names, placeholders, strict=False))
-    results = list(gm.graph.output_node().args[0])
-    tagged = dict(zip(tags, map(_saved_node, results[1 : 1 + len(tags)]), strict=True))
-    grads = dict(zip(names, results[1 + len(tags) :], strict=True))
-    inputs = _input_nodes(schema, by_name, tagged, placeholders[len(names) :])
-    _check_inputs(schema, inputs, values)
+    return _joint_graph(gm, schema, names, tags, sizes, fake_mode)
+
+
+def _joint_graph(gm, schema, names, tags, sizes, fake_mode) -> JointGraph:
+    """The traced graph with its results arranged as :class:`JointGraph` says."""
+    primals = gm.graph.find_nodes(op="placeholder")
+    placeholders = dict(zip(names, primals, strict=False))
+    output = gm.graph.output_node()
+    _out, *results = output.args[0]
+    tagged = dict(zip(tags, results, strict=False))
+    grads = dict(zip(names, results[len(tags) :], strict=True))
+    tangents = primals[len(names) :]
+    if len(tangents) != 1:
+        raise UnsupportedError(f"{schema.name}: expected one differentiable output")
+
+    inputs: dict[str, fx.Node] = {}
+    saved = []
+    for i in schema.inputs:
+        source = tagged if i.kind == sch.SAVED else placeholders
+        key = i.name if i.kind == sch.SCALAR else i.of
+        if i.kind == sch.GRAD_OUTPUT:
+            inputs[i.name] = tangents[0]
+        elif key not in source:
+            raise SchemaError(
+                f"{schema.name}: {i.kind} {i.name!r} stands for {i.of!r}, which the module does "
+                f"not have; it has {sorted(source)}"
+            )
+        elif i.kind == sch.SAVED:
+            saved.append(_saved_node(source[key]))
+        else:
+            inputs[i.name] = source[key]
     for g in schema.outputs:
         if grads[g.of] is None:
             raise SchemaError(f"{schema.name}: the output does not depend on {g.of!r}")
-    gradients = {g.name: grads[g.of] for g in schema.outputs}
-    return JointGraph(gm, inputs, gradients, fake_mode, values)
+    output.args = ((*(grads[g.of] for g in schema.outputs), *saved),)
+    compat.drop_asserts(gm.graph)
+    gm.graph.eliminate_dead_code()
+    compat.remove_noop_ops(gm.graph)
+
+    joint = JointGraph(gm, schema, inputs, fake_mode)
+    for i, node in zip(schema.inputs, joint.inputs, strict=True):
+        if i.kind == sch.SAVED:
+            node.meta[SAVED_KEY] = i.name
+        val = node.meta["val"]
+        shape = resolve(i.shape, sizes)
+        if val.dtype != i.dtype or tuple(val.shape) != shape:
+            raise SchemaError(
+                f"{schema.name}: {i.name!r} is declared {i.dtype} {list(i.shape)}, "
+                f"but in the module it is {val.dtype} {list(val.shape)}"
+            )
+    return joint
 
 
 class _Program(nn.Module):
@@ -161,15 +214,30 @@ class _Program(nn.Module):
         return self.run(*primals)
 
 
-def _open_sizes(shape_env: ShapeEnv, symbols: tuple[str, ...]) -> dict[str, torch.SymInt]:
+def open_sizes(
+    symbols: Sequence[str],
+    fixed: Mapping[str, int] | None = None,
+    hints: Mapping[str, int] | None = None,
+) -> tuple[ShapeEnv, dict[str, int | torch.SymInt]]:
+    """A value for each size symbol: that of ``fixed``, else an open size.
+
+    Args:
+        hints: values that open sizes are assumed to have where a heuristic needs one.
+
+    Raises:
+        UnsupportedError: too many symbols.
+    """
     if len(symbols) > len(_SIZE_HINTS):
-        raise UnsupportedError(f"at most {len(_SIZE_HINTS)} size symbols, got {symbols}")
-    sizes = {}
+        raise UnsupportedError(f"at most {len(_SIZE_HINTS)} size symbols, got {list(symbols)}")
+    shape_env = ShapeEnv()
+    sizes: dict[str, int | torch.SymInt] = dict(fixed or {})
     for name, hint in zip(symbols, _SIZE_HINTS, strict=False):
-        source = compat.size_source(name)
-        symbol = shape_env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
-        sizes[name] = shape_env.create_symintnode(symbol, hint=hint, source=source)
-    return sizes
+        if name not in sizes:
+            hint = hints[name] if hints else hint
+            source = compat.size_source(name)
+            symbol = shape_env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+            sizes[name] = shape_env.create_symintnode(symbol, hint=hint, source=source)
+    return shape_env, sizes
 
 
 def _fake_arguments(module, schema, sizes, device, wanted) -> dict[str, torch.Tensor]:
@@ -228,34 +296,3 @@ def _saved_node(node: fx.Node) -> fx.Node:
     ):
         node = node.all_input_nodes[0]
     return node
-
-
-def _input_nodes(schema, by_name, tagged, tangents) -> dict[str, fx.Node]:
-    if len(tangents) != 1:
-        raise UnsupportedError(f"{schema.name}: expected one differentiable output")
-    nodes = {}
-    for i in schema.inputs:
-        source = tagged if i.kind == sch.SAVED else by_name
-        if i.kind == sch.GRAD_OUTPUT:
-            nodes[i.name] = tangents[0]
-        elif i.kind == sch.SCALAR:
-            nodes[i.name] = by_name[i.name]
-        elif i.of in source:
-            nodes[i.name] = source[i.of]
-        else:
-            raise SchemaError(
-                f"{schema.name}: {i.kind} {i.name!r} stands for {i.of!r}, which the module does "
-                f"not have; it has {sorted(source)}"
-            )
-    return nodes
-
-
-def _check_inputs(schema, nodes, sizes) -> None:
-    for i in schema.inputs:
-        val = nodes[i.name].meta["val"]
-        shape = resolve(i.shape, sizes)
-        if val.dtype != i.dtype or len(val.shape) != len(shape) or tuple(val.shape) != shape:
-            raise SchemaError(
-                f"{schema.name}: {i.name!r} is declared {i.dtype} {list(i.shape)}, "
-                f"but in the module it is {val.dtype} {list(val.shape)}"
-            )

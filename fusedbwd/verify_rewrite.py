@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fusedbwd.errors import VerificationError
-from fusedbwd.graph import Leak, extract, value
+from fusedbwd.graph import Extraction, Leak, extract, value
 from fusedbwd.numerics import budget, relative_l2, within
 from fusedbwd.patterns import Rewrite
 
@@ -82,7 +82,7 @@ def _size(size) -> int:
     return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
-def _hint(new: fx.Graph, node: fx.Node, copied: dict) -> int | None:
+def _hint(new: Extraction, node: fx.Node) -> int | None:
     """The size that a size node is taken to have."""
     val = node.meta.get("val")
     return _size(val) if isinstance(val, torch.SymInt) else None

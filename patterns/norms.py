@@ -22,7 +22,7 @@ from fractions import Fraction
 import torch
 from torch import fx
 
-from fusedbwd.graph import gradient_nodes, reachable, same_size, value
+from fusedbwd.graph import SAVED_KEY, gradient_nodes, reachable, same_size, value
 from fusedbwd.patterns.algebra import (
     NotPolynomial,
     Poly,
@@ -37,9 +37,6 @@ from fusedbwd.patterns.pattern import Miss, only_user, require
 from fusedbwd.patterns.walk import final_cast, same_numel
 
 aten = torch.ops.aten
-
-SAVED = "fusedbwd_saved"
-"""Key in a node's metadata: the schema saves this node, under the name that is its value."""
 
 _SQUARES = (aten.pow.Tensor_Scalar, aten.square.default, aten.mul.Tensor)
 _PRODUCTS = (aten.mul.Tensor, aten.div.Tensor, aten.sub.Tensor, aten.neg.default)
@@ -332,7 +329,7 @@ def saved_normalized(stat: Statistic, *, centered: bool) -> fx.Node | None:
     c = x - _mean(x, stat.width) if centered else x
     wanted = c * normal_form(stat.shifted, leaves=(stat.x,)) ** Fraction(-1, 2)
     for node in stat.x.graph.nodes:
-        if node.meta.get(SAVED) and same_size(value(node).shape, value(stat.x).shape):
+        if node.meta.get(SAVED_KEY) and same_size(value(node).shape, value(stat.x).shape):
             try:
                 if normal_form(node, leaves=(stat.x,)).matches(wanted):
                     return node

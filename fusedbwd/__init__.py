@@ -1,0 +1,38 @@
+"""Compiler-driven fusion of training backward passes, built on torch.compile.
+
+``compile`` fuses a module's backward in place; ``export_backward`` gives it as a callable over
+documented saved tensors; ``report`` says what was fused and why the rest was not.
+"""
+
+from fusedbwd.config import Config
+from fusedbwd.errors import (
+    FusedBwdError,
+    FusionError,
+    InputError,
+    SchemaError,
+    UnsupportedError,
+    VerificationError,
+)
+from fusedbwd.export import ExportedBackward, export_backward
+from fusedbwd.report import Report
+from fusedbwd.schema import Gradient, Input, Schema
+from fusedbwd.tagging import tag
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "ExportedBackward",
+    "FusedBwdError",
+    "FusionError",
+    "Gradient",
+    "Input",
+    "InputError",
+    "Report",
+    "Schema",
+    "SchemaError",
+    "UnsupportedError",
+    "VerificationError",
+    "export_backward",
+    "tag",
+]
