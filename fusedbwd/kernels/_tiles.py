@@ -9,9 +9,6 @@ import torch
 from fusedbwd.errors import UnsupportedError
 from fusedbwd.kernels._op import next_power_of_2, sm_count
 
-MAX_NORM_WIDTH = 16384
-"""Widest row that the norm kernels hold in registers."""
-
 
 class NormTile(NamedTuple):
     """How a norm kernel covers rows of one width: ``rows`` x ``columns`` elements at a time."""
@@ -19,7 +16,6 @@ class NormTile(NamedTuple):
     rows: int
     columns: int
     warps: int
-    stages: int
     programs_per_sm: int
 
     def programs(self, device: torch.device) -> int:
@@ -27,28 +23,38 @@ class NormTile(NamedTuple):
         return sm_count(device) * self.programs_per_sm
 
 
-def supported(width: int) -> bool:
-    """Whether the norm kernels take rows of ``width`` elements."""
-    return 0 < width <= MAX_NORM_WIDTH
+def max_norm_width(sums: int) -> int:
+    """Widest row whose elements and ``sums`` running sums of it fit in registers."""
+    return 16384 // sums
 
 
-def norm_tile(width: int) -> NormTile:
+def norm_tile(width: int, sums: int) -> NormTile:
     """The tile for rows of ``width`` elements.
 
-    About 16 elements a thread: two to four 16-byte loads of each operand in flight, and room
-    in registers for the weight and the parameter-gradient sums, which stay there all along.
+    Found on an H200, where what counts is how many loads are in flight. Narrow rows do best
+    with 8 elements a thread and 32 warps a multiprocessor, wide ones with up to 32 elements a
+    thread, whose loads are all issued before the first is used, and 16 warps. With two sums in
+    registers, wide rows get half as many elements a thread; narrow ones twice as many, to make
+    up for the fewer warps that fit.
+
+    Args:
+        width: elements in a row, H.
+        sums: parameter gradients accumulated beside dx: 1 (RMSNorm) or 2 (LayerNorm).
 
     Raises:
-        UnsupportedError: ``width`` is not in [1, 16384].
+        UnsupportedError: ``width`` is not in [1, max_norm_width(sums)].
     """
-    if not supported(width):
+    widest = max_norm_width(sums)
+    if not 0 < width <= widest:
         raise UnsupportedError(
-            f"norm width: expected 1 to {MAX_NORM_WIDTH} (a row is held in registers), got {width}"
+            f"norm width: expected 1 to {widest} (a row is held in registers), got {width}"
         )
     columns = next_power_of_2(width)
-    rows = max(1, 2048 // columns)
-    warps = min(32, max(4, rows * columns // 512))
-    return NormTile(rows, columns, warps, stages=1, programs_per_sm=max(1, 32 // warps))
+    if columns <= 2048:
+        warps = max(4, columns // 256)
+        return NormTile(sums * max(1, 1024 // columns), columns, warps, 32 // warps)
+    warps = min(16, max(8, sums * columns // 1024))
+    return NormTile(1, columns, warps, 16 // warps)
 
 
 def unit_stride(matrix: torch.Tensor) -> torch.Tensor:

@@ -9,13 +9,18 @@ import triton.language as tl
 from fusedbwd.kernels._op import define_op, launch
 from fusedbwd.kernels._tiles import (
     accumulation_dtype,
+    max_norm_width,
     norm_tile,
     row_stride,
-    supported,
     unit_stride,
 )
 
-__all__ = ["layer_norm_backward", "layer_norm_backward_dx", "supported"]
+_SUMS = 2  # accumulated in registers: dw and db
+
+
+def supported(width: int) -> bool:
+    """Whether the kernel takes rows of ``width`` elements: up to 8192."""
+    return 0 < width <= max_norm_width(_SUMS)
 
 
 def layer_norm_backward_reference(
@@ -90,7 +95,6 @@ def _layer_norm_backward_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_EPS: tl.constexpr,
@@ -100,14 +104,12 @@ def _layer_norm_backward_kernel(
     program = tl.program_id(0)
     column = tl.arange(0, COLUMNS)[None, :]
     in_width = column < WIDTH
-    if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + column, in_width, 0.0).to(tl.float32)
     if HAS_EPS:
         eps = tl.load(eps_ptr).to(tl.float32)
     dw = tl.zeros([ROWS, COLUMNS], tl.float32)
     db = tl.zeros([ROWS, COLUMNS], tl.float32)
     step = tl.num_programs(0) * ROWS
-    for start in tl.range(program * ROWS, tokens, step, num_stages=STAGES):
+    for start in tl.range(program * ROWS, tokens, step):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         in_rows = row < tokens
         mask = in_rows & in_width
@@ -127,6 +129,8 @@ def _layer_norm_backward_kernel(
             dw += grad * normalized
             db += grad
         if HAS_WEIGHT:
+            # Read again for every row: it stays in the cache, and registers are scarce.
+            weight = tl.load(weight_ptr + column, in_width, 0.0).to(tl.float32)
             grad *= weight
         offset = tl.sum(grad, 1, keep_dims=True) / WIDTH
         slope = tl.sum(grad * normalized, 1, keep_dims=True) / WIDTH
@@ -145,7 +149,7 @@ def _launch(grad, x, mean, weight, stat, eps, residual, out_dtype, partials):
     weight = None if weight is None else unit_stride(weight)
     residual = None if residual is None else unit_stride(residual)
     tokens, width = x.shape
-    tile = norm_tile(width)
+    tile = norm_tile(width, _SUMS)
     dx = x.new_empty((tokens, width), dtype=out_dtype)
     # An absent operand's pointer is never followed: any tensor stands in for it.
     dw_partial, db_partial = (stat, stat) if partials is None else partials
@@ -169,7 +173,6 @@ def _launch(grad, x, mean, weight, stat, eps, residual, out_dtype, partials):
         WIDTH=width,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
-        STAGES=tile.stages,
         HAS_MEAN=mean is not None,
         HAS_WEIGHT=weight is not None,
         HAS_EPS=eps is not None,
@@ -185,7 +188,7 @@ def layer_norm_backward_launch(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launches the kernel, then adds up the programs' shares of dw and db in a fixed order."""
     width = x.shape[1]
-    programs = norm_tile(width).programs(x.device)
+    programs = norm_tile(width, _SUMS).programs(x.device)
     dw = x.new_empty((programs, width), dtype=torch.float32)
     db = x.new_empty((programs, width), dtype=torch.float32)
     dx = _launch(grad, x, mean, weight, stat, eps, residual, out_dtype, (dw, db))

@@ -9,13 +9,18 @@ import triton.language as tl
 from fusedbwd.kernels._op import define_op, launch
 from fusedbwd.kernels._tiles import (
     accumulation_dtype,
+    max_norm_width,
     norm_tile,
     row_stride,
-    supported,
     unit_stride,
 )
 
-__all__ = ["rms_norm_backward", "rms_norm_backward_dx", "supported"]
+_SUMS = 1  # accumulated in registers: dw
+
+
+def supported(width: int) -> bool:
+    """Whether the kernel takes rows of ``width`` elements: up to 16384."""
+    return 0 < width <= max_norm_width(_SUMS)
 
 
 def rms_norm_backward_reference(
@@ -93,7 +98,6 @@ def _rms_norm_backward_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_EPS: tl.constexpr,
     HAS_X_HAT: tl.constexpr,
@@ -103,13 +107,11 @@ def _rms_norm_backward_kernel(
     program = tl.program_id(0)
     column = tl.arange(0, COLUMNS)[None, :]
     in_width = column < WIDTH
-    if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + column, in_width, 0.0).to(tl.float32) + WEIGHT_OFFSET
     if HAS_EPS:
         eps = tl.load(eps_ptr).to(tl.float32)
     dw = tl.zeros([ROWS, COLUMNS], tl.float32)
     step = tl.num_programs(0) * ROWS
-    for start in tl.range(program * ROWS, tokens, step, num_stages=STAGES):
+    for start in tl.range(program * ROWS, tokens, step):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         in_rows = row < tokens
         mask = in_rows & in_width
@@ -129,7 +131,9 @@ def _rms_norm_backward_kernel(
             else:
                 dw += grad * normalized
         if HAS_WEIGHT:
-            grad *= weight
+            # Read again for every row: it stays in the cache, and registers are scarce.
+            weight = tl.load(weight_ptr + column, in_width, 0.0).to(tl.float32)
+            grad *= weight + WEIGHT_OFFSET
         mean = tl.sum(grad * normalized, 1, keep_dims=True) / WIDTH
         dx = (grad - normalized * mean) * rstd
         if HAS_RESIDUAL:
@@ -145,7 +149,7 @@ def _launch(grad, x, weight, stat, eps, x_hat, residual, weight_offset, out_dtyp
     x_hat = None if x_hat is None else unit_stride(x_hat)
     residual = None if residual is None else unit_stride(residual)
     tokens, width = x.shape
-    tile = norm_tile(width)
+    tile = norm_tile(width, _SUMS)
     dx = x.new_empty((tokens, width), dtype=out_dtype)
     # An absent operand's pointer is never followed: any tensor stands in for it.
     launch(_rms_norm_backward_kernel, (tile.programs(x.device),))(
@@ -168,7 +172,6 @@ def _launch(grad, x, weight, stat, eps, x_hat, residual, weight_offset, out_dtyp
         WIDTH=width,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
-        STAGES=tile.stages,
         HAS_WEIGHT=weight is not None,
         HAS_EPS=eps is not None,
         HAS_X_HAT=x_hat is not None,
@@ -184,7 +187,7 @@ def rms_norm_backward_launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches the kernel, then adds up the programs' shares of dw in a fixed order."""
     width = x.shape[1]
-    programs = norm_tile(width).programs(x.device)
+    programs = norm_tile(width, _SUMS).programs(x.device)
     partial = x.new_empty((programs, width), dtype=torch.float32)
     dx = _launch(grad, x, weight, stat, eps, x_hat, residual, weight_offset, out_dtype, partial)
     return dx, partial.sum(0)

@@ -117,9 +117,7 @@ def test_offset_is_added_in_float32(device):
     weight = torch.tensor([[0.00390625, 15.8125]], device=device).repeat(1, 16)[0].bfloat16()
     check = torch.zeros(4, 32, device=device)  # x = 0: dx = grad * (1 + weight)
     grad, one = torch.ones_like(check), torch.ones(4, 1, device=device)
-    dx = run(
-        rms_norm_backward_dx_launch, grad, check, weight, one, None, None, 1.0, torch.float32
-    )
+    dx = run(rms_norm_backward_dx_launch, grad, check, weight, one, None, None, 1.0, torch.float32)
     assert torch.equal(dx, torch.tensor([1.00390625, 16.8125], device=device).repeat(4, 16))
 
 
@@ -138,9 +136,7 @@ def test_squares_past_the_range_of_fp16(device):
     grad, x, weight, residual = draw(4, 160, torch.float16, device)
     x = 500 * x
     stat, eps = statistics(x)
-    actual = run(
-        rms_norm_backward_launch, grad, x, weight, stat, eps, None, residual, 0.0, x.dtype
-    )
+    actual = run(rms_norm_backward_launch, grad, x, weight, stat, eps, None, residual, 0.0, x.dtype)
     expected = autograd(*cast([grad, x, weight, residual], torch.float64))
     assert_right(actual, expected, autograd(grad, x, weight, residual), torch.float16)
 
@@ -161,9 +157,7 @@ def test_too_wide(device):
     assert not supported(16385)
     x, weight = torch.ones(1, 16385, device=device), torch.ones(16385, device=device)
     with pytest.raises(UnsupportedError, match="got 16385"):
-        run(
-            rms_norm_backward_dx_launch, x, x, weight, x[:, :1], None, None, 0.0, torch.float32
-        )
+        run(rms_norm_backward_dx_launch, x, x, weight, x[:, :1], None, None, 0.0, torch.float32)
 
 
 @pytest.mark.gpu

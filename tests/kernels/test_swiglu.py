@@ -29,7 +29,9 @@ def test_reference_is_autograd():
 def test_kernel(tokens, width, dtype, device):
     args = draw(tokens, width, dtype, device)
     assert_right(
-        run(swiglu_backward_launch, *args), autograd(*cast(args, torch.float64)), autograd(*args),
+        run(swiglu_backward_launch, *args),
+        autograd(*cast(args, torch.float64)),
+        autograd(*args),
         dtype,
     )
 
@@ -39,7 +41,9 @@ def test_kernel(tokens, width, dtype, device):
 def test_kernel_bf16(tokens, width, device):
     args = draw(tokens, width, torch.bfloat16, device)
     assert_right(
-        run(swiglu_backward_launch, *args), autograd(*cast(args, torch.float64)), autograd(*args),
+        run(swiglu_backward_launch, *args),
+        autograd(*cast(args, torch.float64)),
+        autograd(*args),
         torch.bfloat16,
     )
 
