@@ -17,6 +17,7 @@ from fusedbwd.export import ExportedBackward, export_backward
 from fusedbwd.report import Report
 from fusedbwd.schema import Gradient, Input, Schema
 from fusedbwd.tagging import tag
+from fusedbwd.training import compile, report
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,8 @@ __all__ = [
     "SchemaError",
     "UnsupportedError",
     "VerificationError",
+    "compile",
     "export_backward",
+    "report",
     "tag",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedbwd.errors import VerificationError
 from fusedbwd.graph import Extraction, Leak, extract, value
@@ -32,6 +33,12 @@ def verify_rewrite(fusion: str, rewrite: Rewrite) -> None:
         raise VerificationError(
             f"{fusion}: what it replaces depends on {leak.node.name}, which it does not read"
         ) from None
+    # Compilers call this with fake-tensor and tracing modes on; the check is on real data.
+    with _disable_current_modes(), torch.no_grad():
+        _compare(fusion, rewrite, graph, free, operands)
+
+
+def _compare(fusion: str, rewrite: Rewrite, graph: fx.Graph, free: list, operands: list) -> None:
     program = fx.GraphModule(torch.nn.Module(), graph)
     given = [_random(value(o)) for o in free]
     traced = fx.Interpreter(program).run(*given)

@@ -35,17 +35,17 @@ def _prove(match: Match) -> Rewrite | None:
     rstd_from, eps = norms.statistic_operands(stat)
     x_hat = norms.saved_normalized(stat, centered=False)
     dtype, offset, width = value(found.dx).dtype, found.weight_offset, stat.width
-    dw_dtype, dw_shape = (found.dw is not None) and (value(found.dw).dtype, value(found.dw).shape)
+    dw = None if found.dw is None else value(found.dw)
 
     def replacement(like, grad, x, weight, rstd_from, eps, x_hat, residual):
         g, x2, res, hat = (_rows(t, width) for t in (grad, x, residual, x_hat))
         stat = norms.rstd(rstd_from, eps).reshape(-1, 1)
         w = None if weight is None else weight.reshape(-1)
-        if dw_dtype is None:
+        if dw is None:
             dx = rms_norm_backward_dx(g, x2, w, stat, eps, res, offset, dtype)
             return (dx.reshape(like.shape),)
-        dx, dw = rms_norm_backward(g, x2, w, stat, eps, hat, res, offset, dtype)
-        return dx.reshape(like.shape), dw.reshape(dw_shape).to(dw_dtype)
+        dx, d_weight = rms_norm_backward(g, x2, w, stat, eps, hat, res, offset, dtype)
+        return dx.reshape(like.shape), d_weight.reshape(dw.shape).to(dw.dtype)
 
     outputs = (found.dx,) if found.dw is None else (found.dx, found.dw)
     like = shaped_like(found.dx, (found.grad, stat.x))
