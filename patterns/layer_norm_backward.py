@@ -41,8 +41,9 @@ def _prove(match: Match) -> Rewrite | None:
         x=stat.x if x_hat is None else x_hat,
         mean=mean,
         weight=found.weight,
-        rstd_from=rstd_from,
+        stat=rstd_from,
         eps=eps,
+        to_rstd=eps is None,
         residual=found.residual,
         dx=found.dx,
         dw=found.dw,
@@ -52,7 +53,7 @@ def _prove(match: Match) -> Rewrite | None:
 
 
 def _from_composite(node: fx.Node) -> Rewrite:
-    grad, x, normalized_shape, mean, rstd, weight, _bias, mask = node.args
+    grad, x, normalized_shape, mean, rstd, weight, bias, mask = node.args
     require(mask[0], f"{node.name} computes parameter gradients alone")
     results = {u.args[1]: u for u in node.users if u.target is operator.getitem}
     require(0 in results, f"the input gradient of {node.name} has no user")
@@ -65,26 +66,29 @@ def _from_composite(node: fx.Node) -> Rewrite:
         x=x,
         mean=mean,
         weight=weight,
-        rstd_from=rstd,
+        stat=rstd,
         eps=None,
+        to_rstd=False,
         residual=residual,
         dx=dx,
         dw=results.get(1) if mask[1] else None,
         db=results.get(2) if mask[2] else None,
+        sources=() if bias is None else (bias,),
     )
 
 
 def _rewrite(
-    *, width, grad, x, mean, weight, rstd_from, eps, residual, dx, dw, db, sources=()
+    *, width, grad, x, mean, weight, stat, eps, to_rstd, residual, dx, dw, db, sources=()
 ) -> Rewrite:
+    """The rewrite for operands found either way; ``to_rstd``: ``stat`` is var + eps."""
     require(supported(width), f"rows of {width} are wider than the kernel takes")
     dtype = value(dx).dtype
     parameter_grads = [n for n in (dw, db) if n is not None]
 
-    def replacement(like, grad, x, mean, weight, rstd_from, eps, residual):
+    def replacement(like, grad, x, mean, weight, stat, eps, residual):
         g, x2 = grad.reshape(-1, width), x.reshape(-1, width)
         res = None if residual is None else residual.reshape(-1, width)
-        stat = norms.rstd(rstd_from, eps).reshape(-1, 1)
+        stat = (torch.rsqrt(stat) if to_rstd else stat).reshape(-1, 1)
         m = None if mean is None else mean.reshape(-1, 1)
         w = None if weight is None else weight.reshape(-1)
         if not parameter_grads:
@@ -97,7 +101,7 @@ def _rewrite(
                 given.append(t.reshape(value(node).shape).to(value(node).dtype))
         return tuple(given)
 
-    operands = (shaped_like(dx, (grad, x)), grad, x, mean, weight, rstd_from, eps, residual)
+    operands = (shaped_like(dx, (grad, x)), grad, x, mean, weight, stat, eps, residual)
     return Rewrite((dx, *parameter_grads), operands, replacement, sources)
 
 

@@ -313,14 +313,9 @@ def _column_sum(inside, summand: Poly, leaves, expandable, width: int) -> fx.Nod
 
 
 def statistic_operands(stat: Statistic) -> tuple[fx.Node, fx.Node | None]:
-    """What the kernel takes its 1/sqrt from: (var, eps) for an eps that is a tensor, so that a
-    given variance is used as it is; else (var + eps, None), see :func:`rstd`."""
+    """What the kernel's 1/sqrt comes from: (var, eps) for an eps that is a tensor, so that a
+    given variance is used as it is; else (var + eps, None), and the rewrite takes 1/sqrt."""
     return (stat.var, stat.eps) if isinstance(stat.eps, fx.Node) else (stat.shifted, None)
-
-
-def rstd(rstd_from: torch.Tensor, eps: torch.Tensor | None) -> torch.Tensor:
-    """The kernels' ``stat`` operand for :func:`statistic_operands`."""
-    return torch.rsqrt(rstd_from.float()) if eps is None else rstd_from
 
 
 def saved_normalized(stat: Statistic, *, centered: bool) -> fx.Node | None:

@@ -39,7 +39,7 @@ def _prove(match: Match) -> Rewrite | None:
 
     def replacement(like, grad, x, weight, rstd_from, eps, x_hat, residual):
         g, x2, res, hat = (_rows(t, width) for t in (grad, x, residual, x_hat))
-        stat = norms.rstd(rstd_from, eps).reshape(-1, 1)
+        stat = (torch.rsqrt(rstd_from) if eps is None else rstd_from).reshape(-1, 1)
         w = None if weight is None else weight.reshape(-1)
         if dw is None:
             dx = rms_norm_backward_dx(g, x2, w, stat, eps, res, offset, dtype)
