@@ -14,6 +14,7 @@ from fusedbwd.errors import (
     VerificationError,
 )
 from fusedbwd.export import ExportedBackward, export_backward
+from fusedbwd.infer import infer_schema
 from fusedbwd.report import Report
 from fusedbwd.schema import Gradient, Input, Schema
 from fusedbwd.tagging import tag
@@ -36,6 +37,7 @@ __all__ = [
     "VerificationError",
     "compile",
     "export_backward",
+    "infer_schema",
     "report",
     "tag",
 ]

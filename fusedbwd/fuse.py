@@ -138,7 +138,13 @@ def _check_order(rewrite: Rewrite) -> None:
 
 
 def _apply(graph: fx.Graph, rewrite: Rewrite, anchor: fx.Node) -> None:
-    new = inline(graph, rewrite.replacement, rewrite.operands, before=anchor)
+    new = inline(
+        graph,
+        rewrite.replacement,
+        rewrite.operands,
+        before=anchor,
+        decompositions=compat.decompositions(),
+    )
     for old, node in zip(rewrite.outputs, new, strict=True):
         was, now = value(old), value(node)
         if was.dtype != now.dtype or not same_size(was.shape, now.shape):

@@ -33,6 +33,11 @@ def launch_pass(graph: fx.Graph) -> None:
             before=node,
             decompositions=select_decomp_table(),
         )
+        written = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        if written:
+            raise RuntimeError(
+                f"torch's analysis takes the kernel of {node.target} to write to its operands"
+            )
         if isinstance(value(node), torch.Tensor):
             node.replace_all_uses_with(new[0])
         else:

@@ -89,6 +89,7 @@ def backward_graph(joint: JointGraph) -> fx.GraphModule:
             f"{schema.name}: the backward needs {leak.node.name} "
             f"({value(leak.node)}), which is not among the inputs"
         ) from None
+    _lay_out(graph, joint)
     _own_storage(graph)
     graph.lint()
     return fx.GraphModule(joint.gm, graph)
@@ -147,6 +148,17 @@ def _output(node: fx.Node, declared, schema: Schema) -> fx.Node:
             f"computes it in {value(node).dtype}"
         )
     return node
+
+
+def _lay_out(graph: fx.Graph, joint: JointGraph) -> None:
+    """Gives the placeholders the schema's layouts, in which they are passed: the module's own
+    tensor may be laid out otherwise (one half of a packed projection)."""
+    for i, node in zip(joint.schema.inputs, graph.find_nodes(op="placeholder"), strict=True):
+        val = value(node)
+        with joint.fake_mode:
+            node.meta["val"] = torch.empty_strided(
+                val.shape, i.strides(val.shape), dtype=val.dtype, device=val.device
+            )
 
 
 def _own_storage(graph: fx.Graph) -> None:

@@ -173,7 +173,7 @@ def shipped() -> list[tuple[str, Callable, tuple]]:
         (
             "layer_norm_backward",
             layer_norm_backward_launch,
-            (ffn, ffn, None, ffn_weight, stat, eps, ffn, fp32),
+            (ffn, ffn, None, ffn_weight, stat, eps, ffn, fp32, True),
         ),
         (
             "layer_norm_backward_dx",

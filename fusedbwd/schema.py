@@ -158,8 +158,8 @@ class Schema:
     @property
     def symbols(self) -> tuple[str, ...]:
         """The size symbols, in order of first appearance."""
-        seen = (d for item in (*self.inputs, *self.outputs) for d in item.shape)
-        return tuple(dict.fromkeys(d for d in seen if isinstance(d, str)))
+        shapes = [i.shape for i in self.inputs] + [o.shape for o in self.outputs]
+        return tuple(dict.fromkeys(d for shape in shapes for d in shape if isinstance(d, str)))
 
     def input(self, name: str) -> Input:
         """The input called ``name``; KeyError when there is none."""
@@ -184,8 +184,9 @@ class Schema:
         Args:
             sizes: a value for every symbol, e.g. ``batch_size=8, seq_len=256``.
         """
-        items = [*(i for i in self.inputs if i.read and i.kind != SCALAR), *self.outputs]
-        return sum(math.prod(resolve(item.shape, sizes)) * item.dtype.itemsize for item in items)
+        moved = [(i.shape, i.dtype) for i in self.inputs if i.read and i.kind != SCALAR]
+        moved += [(o.shape, o.dtype) for o in self.outputs]
+        return sum(math.prod(resolve(shape, sizes)) * dtype.itemsize for shape, dtype in moved)
 
     def table(self, fmt: str = "github") -> str:
         """The documentation of the contract as two tables (``fmt``: a tabulate format)."""

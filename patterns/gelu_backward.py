@@ -14,7 +14,7 @@ from fusedbwd.graph import value
 from fusedbwd.kernels import gelu_backward
 from fusedbwd.patterns.algebra import strip
 from fusedbwd.patterns.pattern import Pattern, Rewrite, require
-from fusedbwd.patterns.walk import final_cast
+from fusedbwd.patterns.walk import final_cast, sum_over_rows
 
 aten = torch.ops.aten
 
@@ -26,7 +26,7 @@ def _prove(match: Match) -> Rewrite:
     dx = final_cast(node)
     width = value(x).shape[-1]
     require(isinstance(width, int), f"the width of {x.name} is not static")
-    bias_sum = _bias_sum(dx, width)
+    bias_sum = sum_over_rows(dx, width)
     require(bias_sum is not None, f"no bias gradient is summed from {dx.name}")
     bias_shape, bias_dtype = value(bias_sum).shape, value(bias_sum).dtype
     dtype = value(dx).dtype
@@ -38,22 +38,6 @@ def _prove(match: Match) -> Rewrite:
         return dx.reshape(x.shape), d_bias.reshape(bias_shape).to(bias_dtype)
 
     return Rewrite((dx, bias_sum), (strip(grad), x), replacement)
-
-
-def _bias_sum(dx: fx.Node, width: int) -> fx.Node | None:
-    """The sum of ``dx`` over all rows, behind views."""
-    todo = [dx]
-    while todo:
-        node = todo.pop()
-        for user in node.users:
-            if user.target is aten.sum.dim_IntList:
-                rank = value(node).dim()
-                dims = sorted(d % rank for d in user.args[1])
-                if dims == list(range(rank - 1)) and value(node).shape[-1] == width:
-                    return user
-            elif strip(user) is strip(dx):
-                todo.append(user)
-    return None
 
 
 PATTERN = Pattern(

@@ -1,5 +1,6 @@
 """LayerNorm backward: dx, a residual gradient added to it, weight and bias gradients in one pass.
 
+The bias gradient of a layer whose output the norm took, a sum of dx over rows, joins too.
 Takes LayerNorm written in primitives and ``native_layer_norm_backward``. Where the schema
 saves the normalized tensor, the kernel reads that; else the input and its mean.
 """
@@ -18,7 +19,7 @@ from fusedbwd.kernels import layer_norm_backward, layer_norm_backward_dx
 from fusedbwd.kernels.layer_norm import supported
 from fusedbwd.patterns import norms
 from fusedbwd.patterns.pattern import Pattern, Rewrite, require
-from fusedbwd.patterns.walk import shaped_like
+from fusedbwd.patterns.walk import shaped_like, sum_over_rows
 
 aten = torch.ops.aten
 
@@ -83,7 +84,8 @@ def _rewrite(
     """The rewrite for operands found either way; ``to_rstd``: ``stat`` is var + eps."""
     require(supported(width), f"rows of {width} are wider than the kernel takes")
     dtype = value(dx).dtype
-    parameter_grads = [n for n in (dw, db) if n is not None]
+    dx_sum = sum_over_rows(dx, width) if supported(width, sum_dx=True) else None
+    sums = [n for n in (dw, db, dx_sum) if n is not None]
 
     def replacement(like, grad, x, mean, weight, stat, eps, residual):
         g, x2 = grad.reshape(-1, width), x.reshape(-1, width)
@@ -91,18 +93,20 @@ def _rewrite(
         stat = (torch.rsqrt(stat) if to_rstd else stat).reshape(-1, 1)
         m = None if mean is None else mean.reshape(-1, 1)
         w = None if weight is None else weight.reshape(-1)
-        if not parameter_grads:
+        if not sums:
             d = layer_norm_backward_dx(g, x2, m, w, stat, eps, res, dtype)
             return (d.reshape(like.shape),)
-        d, d_weight, d_bias = layer_norm_backward(g, x2, m, w, stat, eps, res, dtype)
+        d, *totals = layer_norm_backward(
+            g, x2, m, w, stat, eps, res, dtype, dx_sum is not None
+        )
         given = [d.reshape(like.shape)]
-        for node, t in ((dw, d_weight), (db, d_bias)):
+        for node, t in zip((dw, db, dx_sum), totals, strict=True):
             if node is not None:
                 given.append(t.reshape(value(node).shape).to(value(node).dtype))
         return tuple(given)
 
     operands = (shaped_like(dx, (grad, x)), grad, x, mean, weight, stat, eps, residual)
-    return Rewrite((dx, *parameter_grads), operands, replacement, sources)
+    return Rewrite((dx, *sums), operands, replacement, sources)
 
 
 PATTERN = Pattern(

@@ -61,3 +61,19 @@ def same_numel(a: fx.Node, b: fx.Node) -> bool:
     """Whether two tensors provably have equally many elements and equal rows."""
     va, vb = value(a), value(b)
     return va.dim() > 0 and va.shape[-1] == vb.shape[-1] and same_size((va.numel(),), (vb.numel(),))
+
+
+def sum_over_rows(dx: fx.Node, width: int) -> fx.Node | None:
+    """The sum of ``dx`` over all rows, behind views."""
+    todo = [dx]
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if user.target is aten.sum.dim_IntList:
+                rank = value(node).dim()
+                dims = sorted(d % rank for d in user.args[1])
+                if dims == list(range(rank - 1)) and value(node).shape[-1] == width:
+                    return user
+            elif strip(user) is strip(dx):
+                todo.append(user)
+    return None

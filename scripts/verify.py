@@ -28,6 +28,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--small", action="store_true", help="tiny dimensions and cases")
     parser.add_argument("--seed", type=int, default=0, help="of weights and inputs")
+    parser.add_argument(
+        "--rounds", type=int, help="runs per case, judged together (default: 1, small cases 20)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     return parser.parse_args(argv)
 
@@ -43,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
         cases = problem.select_cases(args.cases, small=args.small)
         module = problem.build(seed=args.seed, device=args.device, dtype=dtype, **dims)
         bwd = export_backward(module, saved=problem.schema(module), device=args.device)
-        for check in verify(problem, module, bwd, cases, seed=args.seed):
+        rounds = args.rounds or (20 if args.small else 1)
+        for check in verify(problem, module, bwd, cases, seed=args.seed, rounds=rounds):
             print(table([check]), end="\n\n", flush=True)
             checks.append(check)
     except FusedBwdError as error:

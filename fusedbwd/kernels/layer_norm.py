@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from fusedbwd.kernels._op import define_op, launch
+from fusedbwd.kernels._partials import sum_partials
 from fusedbwd.kernels._tiles import (
     accumulation_dtype,
     max_norm_width,
@@ -16,11 +17,12 @@ from fusedbwd.kernels._tiles import (
 )
 
 _SUMS = 2  # accumulated in registers: dw and db
+_MAX_WIDTH_WITH_DX_SUM = 4096  # a third sum
 
 
-def supported(width: int) -> bool:
-    """Whether the kernel takes rows of ``width`` elements: up to 8192."""
-    return 0 < width <= max_norm_width(_SUMS)
+def supported(width: int, sum_dx: bool = False) -> bool:
+    """Whether the kernel takes rows of ``width`` elements: up to 8192, 4096 with ``sum_dx``."""
+    return 0 < width <= (_MAX_WIDTH_WITH_DX_SUM if sum_dx else max_norm_width(_SUMS))
 
 
 def layer_norm_backward_reference(
@@ -32,7 +34,8 @@ def layer_norm_backward_reference(
     eps: torch.Tensor | None,
     residual: torch.Tensor | None,
     out_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    sum_dx: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of y = n * weight + bias with n = (x - mean) r, r = 1 / sqrt(var + eps).
 
     With g = ``grad`` and c = g weight: dx = (c - mean(c) - n mean(c n)) r + residual,
@@ -48,9 +51,12 @@ def layer_norm_backward_reference(
         eps: scalar tensor on x's device, added to ``stat``; None if ``stat`` is r.
         residual: [T, H], a gradient to add to dx, or None.
         out_dtype: dtype of dx.
+        sum_dx: also sum dx, unrounded, over rows: the bias gradient of a layer whose output,
+            perhaps with a residual added, the norm took.
 
     Returns:
-        dx [T, H], rounded once; dw [H] and db [H] in float32 (float64 for float64 inputs).
+        dx [T, H], rounded once; dw, db and the sum of dx, each [H] (the last one [0] without
+        ``sum_dx``), in float32 (float64 for float64 inputs).
     """
     wide = accumulation_dtype(grad, x)
     g, normalized = grad.to(wide), x.to(wide)
@@ -64,14 +70,17 @@ def layer_norm_backward_reference(
     dx = (gw - gw.mean(1, keepdim=True) - normalized * slope) * r
     if residual is not None:
         dx = dx + residual
-    return dx.to(out_dtype).contiguous(), (g * normalized).sum(0), g.sum(0)
+    dx_sum = dx.sum(0) if sum_dx else dx.new_empty((0,))
+    return dx.to(out_dtype).contiguous(), (g * normalized).sum(0), g.sum(0), dx_sum
 
 
 def layer_norm_backward_dx_reference(
     grad, x, mean, weight, stat, eps, residual, out_dtype
 ) -> torch.Tensor:
     """dx alone, for frozen parameters; see :func:`layer_norm_backward_reference`."""
-    return layer_norm_backward_reference(grad, x, mean, weight, stat, eps, residual, out_dtype)[0]
+    return layer_norm_backward_reference(
+        grad, x, mean, weight, stat, eps, residual, out_dtype, False
+    )[0]
 
 
 @triton.jit
@@ -84,8 +93,7 @@ def _layer_norm_backward_kernel(
     eps_ptr,
     residual_ptr,
     dx_ptr,
-    dw_partial_ptr,
-    db_partial_ptr,
+    partial_ptr,
     tokens,
     grad_stride,
     x_stride,
@@ -99,7 +107,7 @@ def _layer_norm_backward_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_EPS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    HAS_DW: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
     program = tl.program_id(0)
     column = tl.arange(0, COLUMNS)[None, :]
@@ -108,6 +116,7 @@ def _layer_norm_backward_kernel(
         eps = tl.load(eps_ptr).to(tl.float32)
     dw = tl.zeros([ROWS, COLUMNS], tl.float32)
     db = tl.zeros([ROWS, COLUMNS], tl.float32)
+    dx_sum = tl.zeros([ROWS, COLUMNS], tl.float32)
     step = tl.num_programs(0) * ROWS
     for start in tl.range(program * ROWS, tokens, step):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -125,7 +134,7 @@ def _layer_norm_backward_kernel(
             mean = tl.load(mean_ptr + row * mean_stride, in_rows, 0.0).to(tl.float32)
             normalized = (normalized - mean) * rstd
 
-        if HAS_DW:
+        if SUMS > 0:
             dw += grad * normalized
             db += grad
         if HAS_WEIGHT:
@@ -137,23 +146,30 @@ def _layer_norm_backward_kernel(
         dx = (grad - offset - normalized * slope) * rstd
         if HAS_RESIDUAL:
             dx += residual.to(tl.float32)
+        if SUMS > 2:
+            # Nonzero past the width, where nothing is stored; zero past the last row.
+            dx_sum += tl.where(in_rows, dx, 0.0)
         tl.store(dx_ptr + row * WIDTH + column, dx.to(dx_ptr.dtype.element_ty), mask)
-    if HAS_DW:
-        share = program * WIDTH + column
-        tl.store(dw_partial_ptr + share, tl.sum(dw, 0, keep_dims=True), in_width)
-        tl.store(db_partial_ptr + share, tl.sum(db, 0, keep_dims=True), in_width)
+    share = partial_ptr + program * SUMS * WIDTH + column
+    if SUMS > 0:
+        tl.store(share, tl.sum(dw, 0, keep_dims=True), in_width)
+        tl.store(share + WIDTH, tl.sum(db, 0, keep_dims=True), in_width)
+    if SUMS > 2:
+        tl.store(share + 2 * WIDTH, tl.sum(dx_sum, 0, keep_dims=True), in_width)
 
 
-def _launch(grad, x, mean, weight, stat, eps, residual, out_dtype, partials):
+def _launch(grad, x, mean, weight, stat, eps, residual, out_dtype, sums):
+    """Returns dx and each program's share of the ``sums``, [programs, sums, H]."""
     grad, x = unit_stride(grad), unit_stride(x)
     weight = None if weight is None else unit_stride(weight)
     residual = None if residual is None else unit_stride(residual)
     tokens, width = x.shape
     tile = norm_tile(width, _SUMS)
     dx = x.new_empty((tokens, width), dtype=out_dtype)
+    programs = tile.programs(x.device)
+    partial = x.new_empty((programs, sums, width), dtype=torch.float32)
     # An absent operand's pointer is never followed: any tensor stands in for it.
-    dw_partial, db_partial = (stat, stat) if partials is None else partials
-    launch(_layer_norm_backward_kernel, (tile.programs(x.device),))(
+    launch(_layer_norm_backward_kernel, (programs,))(
         grad,
         x,
         stat if mean is None else mean,
@@ -162,8 +178,7 @@ def _launch(grad, x, mean, weight, stat, eps, residual, out_dtype, partials):
         stat if eps is None else eps,
         x if residual is None else residual,
         dx,
-        dw_partial,
-        db_partial,
+        stat if sums == 0 else partial,
         tokens,
         grad.stride(0),
         x.stride(0),
@@ -177,35 +192,34 @@ def _launch(grad, x, mean, weight, stat, eps, residual, out_dtype, partials):
         HAS_WEIGHT=weight is not None,
         HAS_EPS=eps is not None,
         HAS_RESIDUAL=residual is not None,
-        HAS_DW=partials is not None,
+        SUMS=sums,
         num_warps=tile.warps,
     )
-    return dx
+    return dx, partial
 
 
 def layer_norm_backward_launch(
-    grad, x, mean, weight, stat, eps, residual, out_dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launches the kernel, then adds up the programs' shares of dw and db in a fixed order."""
-    width = x.shape[1]
-    programs = norm_tile(width, _SUMS).programs(x.device)
-    dw = x.new_empty((programs, width), dtype=torch.float32)
-    db = x.new_empty((programs, width), dtype=torch.float32)
-    dx = _launch(grad, x, mean, weight, stat, eps, residual, out_dtype, (dw, db))
-    return dx, dw.sum(0), db.sum(0)
+    grad, x, mean, weight, stat, eps, residual, out_dtype, sum_dx
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launches the kernel, then adds up the programs' shares in a fixed order."""
+    sums = _SUMS + sum_dx
+    dx, partial = _launch(grad, x, mean, weight, stat, eps, residual, out_dtype, sums)
+    dw, db, *rest = sum_partials(partial)
+    return dx, dw, db, rest[0] if rest else dx.new_empty((0,), dtype=torch.float32)
 
 
 def layer_norm_backward_dx_launch(
     grad, x, mean, weight, stat, eps, residual, out_dtype
 ) -> torch.Tensor:
-    """Launches the kernel without its parameter-gradient part."""
-    return _launch(grad, x, mean, weight, stat, eps, residual, out_dtype, None)
+    """Launches the kernel without its sums."""
+    return _launch(grad, x, mean, weight, stat, eps, residual, out_dtype, 0)[0]
 
 
-def _fake(grad, x, mean, weight, stat, eps, residual, out_dtype):
+def _fake(grad, x, mean, weight, stat, eps, residual, out_dtype, sum_dx):
     width, wide = x.shape[1], accumulation_dtype(grad, x)
     dw, db = x.new_empty((width,), dtype=wide), x.new_empty((width,), dtype=wide)
-    return x.new_empty(x.shape, dtype=out_dtype), dw, db
+    dx_sum = x.new_empty((width if sum_dx else 0,), dtype=wide)
+    return x.new_empty(x.shape, dtype=out_dtype), dw, db, dx_sum
 
 
 def _fake_dx(grad, x, mean, weight, stat, eps, residual, out_dtype):
@@ -214,7 +228,8 @@ def _fake_dx(grad, x, mean, weight, stat, eps, residual, out_dtype):
 
 layer_norm_backward = define_op(
     "layer_norm_backward(Tensor grad, Tensor x, Tensor? mean, Tensor? weight, Tensor stat, "
-    "Tensor? eps, Tensor? residual, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
+    "Tensor? eps, Tensor? residual, ScalarType out_dtype, bool sum_dx)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     reference=layer_norm_backward_reference,
     launcher=layer_norm_backward_launch,
     fake=_fake,

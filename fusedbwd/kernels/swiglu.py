@@ -16,7 +16,8 @@ def swiglu_backward_reference(
     """Gradients of ``linear * silu(act)``, packed.
 
     With s = sigmoid(act): d_act = grad * linear * s * (1 + act * (1 - s)) and
-    d_linear = grad * act * s (the product rule on silu(a) = a * sigmoid(a)).
+    d_linear = grad * silu(act) (the product rule on silu(a) = a * sigmoid(a)). silu(act) is
+    rounded to act's dtype, as the forward rounded it.
 
     Args:
         grad: [T, I], gradient of the product; any float dtype.
@@ -30,7 +31,7 @@ def swiglu_backward_reference(
     g, a, b = grad.to(wide), act.to(wide), linear.to(wide)
     s = torch.sigmoid(a)
     d_act = g * b * (s * (1 + a * (1 - s)))
-    d_linear = g * (a * s)
+    d_linear = g * (a * s).to(act.dtype).to(wide)
     return torch.cat([d_act, d_linear], dim=1).to(act.dtype)
 
 
@@ -62,7 +63,7 @@ def _swiglu_backward_kernel(
     total = 1 + half * half
     root = tl.where(act < 0, half, 1.0)
     complement = tl.where(act < 0, 1.0, half * half) / total  # 1 - sigmoid(a)
-    silu = (act * root) * (root / total)
+    silu = ((act * root) * (root / total)).to(act_ptr.dtype.element_ty).to(tl.float32)
     slope = ((1 + act * complement) * root) * (root / total)
 
     packed = packed_ptr + row * (2 * WIDTH) + column

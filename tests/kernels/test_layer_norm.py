@@ -33,7 +33,8 @@ def autograd(grad, x, weight, bias, residual):
     dx, dw, db = gradients(
         lambda x, w, b: F.layer_norm(x, x.shape[1:], w, b, EPS), grad, x, weight, bias
     )
-    return dx + residual, dw, db
+    dx = dx + residual
+    return dx, dw, db, dx.sum(0)
 
 
 def test_reference_is_autograd():
@@ -49,7 +50,7 @@ def test_reference_is_autograd():
         (x_hat, None, rstd, None),
     ):
         actual = layer_norm_backward_reference(
-            grad, x_given, mean_given, weight, stat, eps_given, residual, torch.float64
+            grad, x_given, mean_given, weight, stat, eps_given, residual, torch.float64, True
         )
         torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-12)
 
@@ -59,8 +60,10 @@ def check_kernel(tokens, width, dtype, device):
     grad, x, weight, _, residual = args
     mean, var, eps = statistics(x)
     given = (grad, x, mean, weight, var, eps, residual, dtype)
-    actual = run(layer_norm_backward_launch, *given)
+    actual = run(layer_norm_backward_launch, *given, True)
     assert_right(actual, autograd(*cast(args, torch.float64)), autograd(*args), dtype)
+    *same, nothing = run(layer_norm_backward_launch, *given, False)
+    assert all(map(torch.equal, same, actual)) and nothing.shape == (0,)
     assert torch.equal(run(layer_norm_backward_dx_launch, *given), actual[0])
 
 
@@ -72,7 +75,7 @@ def test_kernel(tokens, width, dtype, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("tokens", "width"), [(65_537, 160), (4097, 512), (513, 8192)])
+@pytest.mark.parametrize(("tokens", "width"), [(65_537, 160), (4097, 512), (513, 4096)])
 def test_kernel_at_size(tokens, width, dtype, device):
     check_kernel(tokens, width, dtype, device)
 
@@ -92,9 +95,9 @@ def test_statistics_are_used_as_given(form, with_weight, with_mean, device):
         residual,
     ]
     assert_right(
-        run(layer_norm_backward_launch, *args, torch.float32),
-        layer_norm_backward_reference(*cast(args, torch.float64), torch.float64),
-        layer_norm_backward_reference(*args, torch.float32),
+        run(layer_norm_backward_launch, *args, torch.float32, True),
+        layer_norm_backward_reference(*cast(args, torch.float64), torch.float64, True),
+        layer_norm_backward_reference(*args, torch.float32, True),
         torch.float32,
     )
 
@@ -108,7 +111,8 @@ def test_large_mean(device):
     mean, var, eps = statistics(wide[1])
     rounded = cast([mean, var, eps], torch.float32)
     actual = run(
-        layer_norm_backward_launch, grad, x, rounded[0], weight, *rounded[1:], residual, x.dtype
+        layer_norm_backward_launch,
+        *(grad, x, rounded[0], weight, *rounded[1:], residual, x.dtype, True),
     )
     assert_right(actual, autograd(*wide), autograd(*args), torch.float32)
 
@@ -117,17 +121,20 @@ def test_nan_stays_in_its_row(device):
     grad, x, weight, _, _ = draw(7, 33, torch.float32, device)
     x[2, 5] = torch.nan
     mean, var, eps = statistics(x)
-    dx, dw, db = run(
-        layer_norm_backward_launch, grad, x, mean, weight, var, eps, None, torch.float32
+    dx, dw, db, dx_sum = run(
+        layer_norm_backward_launch, grad, x, mean, weight, var, eps, None, torch.float32, True
     )
     assert dx.isnan().any(1).tolist() == [row == 2 for row in range(7)]
     assert dw.isnan().all()
     assert db.isfinite().all()
+    assert dx_sum.isnan().all()
 
 
 def test_too_wide(device):
     assert supported(8192)
     assert not supported(8193)
+    assert supported(4096, sum_dx=True)
+    assert not supported(4097, sum_dx=True)
     x, weight = torch.ones(1, 8193, device=device), torch.ones(8193, device=device)
     with pytest.raises(UnsupportedError, match="got 8193"):
         run(layer_norm_backward_dx_launch, x, x, None, weight, x[:, :1], None, None, x.dtype)

@@ -33,7 +33,7 @@ def arguments(op, tokens, device):
         gelu_backward: (a, b, "tanh"),
         rms_norm_backward: (a, b, weight, stat, eps, None, c, 1.0, torch.float32),
         rms_norm_backward_dx: (a, b, weight, stat, eps, c, 1.0, torch.float32),
-        layer_norm_backward: (a, b, stat, weight, stat, eps, c, torch.float32),
+        layer_norm_backward: (a, b, stat, weight, stat, eps, c, torch.float32, True),
         layer_norm_backward_dx: (a, b, stat, weight, stat, eps, c, torch.float32),
     }[op]
 
