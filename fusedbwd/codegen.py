@@ -13,7 +13,7 @@ from torch._inductor.compile_fx import compile_fx_inner, get_cpp_wrapper_config
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
 
-from fusedbwd import passes
+from fusedbwd import compat, passes
 from fusedbwd.config import Config
 from fusedbwd.graph import value
 
@@ -41,6 +41,7 @@ def compile_backward(gm: fx.GraphModule, fake_mode, config: Config) -> CompiledB
         stack.enter_context(inductor_config.patch(cpp_wrapper=cpp_wrapper, **settings))
         if cpp_wrapper:
             stack.enter_context(inductor_config.patch(get_cpp_wrapper_config()))
+            stack.enter_context(compat.scratch_by_grid())
         stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(fake_mode)))
         stack.enter_context(V.set_fake_mode(fake_mode))
         stack.enter_context(torch.no_grad())

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import torch
 from torch._dynamo.source import ConstantSource
+from torch._inductor import config as inductor_config
+from torch._inductor.codegen.common import TritonScratchWorkspace
+from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
 from torch._inductor.decomposition import select_decomp_table
 
 aten = torch.ops.aten
@@ -62,3 +67,37 @@ def trace_structured(name: str, text: str) -> None:
         metadata_fn=lambda: {"name": name, "encoding": "string"},
         payload_fn=lambda: text,
     )
+
+
+def scratch_is_sound() -> bool:
+    """Whether a Triton kernel launched by Inductor's code gets the scratch memory it asks for.
+
+    The C++ wrapper of torch 2.11 allocates one program's share for a whole grid, and kernels
+    that make tensor descriptors then write past it. 2.13 multiplies by the grid.
+    """
+    return not inductor_config.cpp_wrapper or _allocates_scratch_by_grid()
+
+
+@contextlib.contextmanager
+def scratch_by_grid() -> Iterator[None]:
+    """Makes the C++ wrapper generated inside the block allocate scratch for the whole grid."""
+    if _allocates_scratch_by_grid():
+        yield
+        return
+    original = CUDADeviceOpOverrides.cpp_scratch
+
+    def cpp_scratch(self, idx, workspace, prefix=None):
+        lines, name = original(self, idx, workspace, prefix)
+        share = f"{{{workspace.size}}}"
+        return [line.replace(share, share[:-1] + _BY_GRID) for line in lines], name
+
+    with mock.patch.object(CUDADeviceOpOverrides, "cpp_scratch", cpp_scratch):
+        yield
+
+
+_BY_GRID = " * grid_0 * grid_1 * grid_2}"
+
+
+def _allocates_scratch_by_grid() -> bool:
+    scratch = CUDADeviceOpOverrides().cpp_scratch(0, TritonScratchWorkspace(1, lambda: ""))
+    return scratch is not None and any("grid_0" in line for line in scratch[0])

@@ -24,8 +24,12 @@ from fusedbwd.errors import UnsupportedError
 from fusedbwd.kernels._op import Launch, record_launches
 from fusedbwd.kernels.gelu import gelu_backward_launch
 from fusedbwd.kernels.layer_norm import layer_norm_backward_dx_launch, layer_norm_backward_launch
+from fusedbwd.kernels.matmul_gelu import matmul_gelu_backward_launch
+from fusedbwd.kernels.matmul_swiglu import matmul_swiglu_backward_launch
 from fusedbwd.kernels.rms_norm import rms_norm_backward_dx_launch, rms_norm_backward_launch
+from fusedbwd.kernels.sum_matmul import sum_matmul_launch
 from fusedbwd.kernels.swiglu import swiglu_backward_launch
+from fusedbwd.kernels.weight_grad import weight_grad_launch
 
 TARGETS = {"sm_90": 90, "sm_100": 100}
 """Compute capability of each target: Hopper (H100, H200) and Blackwell (B200)."""
@@ -145,7 +149,7 @@ def shipped() -> list[tuple[str, Callable, tuple]]:
     """The fused ops at the two reference problems' dimensions: name, launcher, arguments.
 
     Decoder: bfloat16, hidden 5120, intermediate 14336. FFN: float32, hidden 512,
-    intermediate 2048. The number of tokens only matters to Triton by being a multiple of 16.
+    intermediate 2048; its matmuls in bfloat16. The number of tokens only matters to Triton by being a multiple of 16.
     """
     tokens, bf16, fp32 = 4096, torch.bfloat16, torch.float32
 
@@ -158,6 +162,10 @@ def shipped() -> list[tuple[str, Callable, tuple]]:
     stat, eps = empty(tokens, 1, dtype=fp32), empty(dtype=fp32)
     ffn, ffn_weight = empty(tokens, 512, dtype=fp32), empty(512, dtype=fp32)
     ffn_wide = empty(tokens, 2048, dtype=fp32)
+    down = empty(5120, 14336, dtype=bf16)
+    qkv = [empty(tokens, n, dtype=bf16) for n in (5120, 1280, 1280)]
+    qkv_weights = [empty(n, 5120, dtype=bf16) for n in (5120, 1280, 1280)]
+    ffn_grad, fc2 = empty(tokens, 512, dtype=bf16), empty(512, 2048, dtype=bf16)
     return [
         ("swiglu_backward", swiglu_backward_launch, (wide, wide, wide)),
         (
@@ -182,6 +190,10 @@ def shipped() -> list[tuple[str, Callable, tuple]]:
         ),
         ("gelu_backward, tanh", gelu_backward_launch, (ffn_wide, ffn_wide, "tanh")),
         ("gelu_backward, exact", gelu_backward_launch, (ffn_wide, ffn_wide, "none")),
+        ("matmul_swiglu_backward", matmul_swiglu_backward_launch, (hidden, down, wide, wide)),
+        ("matmul_gelu_backward", matmul_gelu_backward_launch, (ffn_grad, fc2, ffn_wide, "tanh")),
+        ("sum_matmul", sum_matmul_launch, (qkv, qkv_weights, hidden, bf16)),
+        ("weight_grad", weight_grad_launch, (hidden, wide, bf16)),
     ]
 
 

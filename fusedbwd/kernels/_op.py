@@ -9,14 +9,15 @@ Triton kernels.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from torch._library.triton import is_wrap_triton_enabled, set_wrap_triton_enabled
+from torch.utils import _pytree as pytree
 
 NAMESPACE = "fusedbwd"
 LAUNCHERS: dict[torch._ops.OpOverload, Callable] = {}
@@ -54,7 +55,7 @@ def _float64_by(reference: Callable, launcher: Callable) -> Callable:
     """``launcher``, but ``reference`` for float64 tensors: the kernels compute in float32."""
 
     def run(*args):
-        tensors = (a for a in args if isinstance(a, torch.Tensor))
+        tensors = (a for a in pytree.tree_leaves(args) if isinstance(a, torch.Tensor))
         double = any(t.dtype == torch.float64 for t in tensors)
         return (reference if double else launcher)(*args)
 
@@ -64,11 +65,22 @@ def _float64_by(reference: Callable, launcher: Callable) -> Callable:
 def eager(launcher: Callable) -> Callable:
     """``launcher`` with its kernels launched at once, on the device of its first tensor."""
 
+    def allocated(*args):
+        triton.set_allocator(_scratch)
+        return launcher(*args)
+
     def run(*args):
-        with set_wrap_triton_enabled(False), torch.cuda.device_of(args[0]):
-            return launcher(*args)
+        first = pytree.tree_leaves(args)[0]
+        with set_wrap_triton_enabled(False), torch.cuda.device_of(first):
+            # In a context of its own: a caller's own allocator stays set.
+            return contextvars.copy_context().run(allocated, *args)
 
     return run
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Memory for what a kernel asks of its launch: tensor descriptors made on the device."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 @dataclass(frozen=True)
@@ -81,7 +93,9 @@ class Launch:
     options: dict[str, Any]
 
 
-_recorded: ContextVar[list[Launch] | None] = ContextVar("recorded_launches", default=None)
+_recorded: contextvars.ContextVar[list[Launch] | None] = contextvars.ContextVar(
+    "recorded_launches", default=None
+)
 
 
 @contextlib.contextmanager

@@ -47,6 +47,24 @@ def gelu_backward_reference(
 
 
 @triton.jit
+def gelu_slope(x, TANH: tl.constexpr):
+    """The derivative of gelu at ``x``, a block in float32."""
+    if TANH:
+        # s = sigmoid(2 u) by an exponential that cannot overflow; where 2 u underflows to
+        # 0 or 1, the second term vanishes, and clamping x keeps it from being 0 * inf.
+        u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        z = tl.exp(-2 * tl.abs(u))
+        s = tl.where(u < 0, z, 1.0) / (1 + z)
+        spread = z / ((1 + z) * (1 + z))  # s * (1 - s)
+        near = tl.minimum(tl.maximum(x, -100.0), 100.0)
+        inner = 0.7978845608028654 * (1 + 3 * 0.044715 * near * near)
+        return s + 2 * near * spread * inner
+    else:
+        phi = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+        return phi + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+
+
+@triton.jit
 def _gelu_backward_kernel(
     grad_ptr,
     x_ptr,
@@ -70,36 +88,26 @@ def _gelu_backward_kernel(
         mask = (row < tokens) & in_width
         grad = tl.load(grad_ptr + row * grad_stride + column, mask, 0.0).to(tl.float32)
         x = tl.load(x_ptr + row * x_stride + column, mask, 0.0).to(tl.float32)
-        if TANH:
-            # s = sigmoid(2 u) by an exponential that cannot overflow; where 2 u underflows to
-            # 0 or 1, the second term vanishes, and clamping x keeps it from being 0 * inf.
-            u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-            z = tl.exp(-2 * tl.abs(u))
-            s = tl.where(u < 0, z, 1.0) / (1 + z)
-            spread = z / ((1 + z) * (1 + z))  # s * (1 - s)
-            near = tl.minimum(tl.maximum(x, -100.0), 100.0)
-            inner = 0.7978845608028654 * (1 + 3 * 0.044715 * near * near)
-            slope = s + 2 * near * spread * inner
-        else:
-            phi = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
-            slope = phi + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
-        dx = grad * slope
+        dx = grad * gelu_slope(x, TANH)
         tl.store(dx_ptr + row * WIDTH + column, dx.to(dx_ptr.dtype.element_ty), mask)
         sums += dx
     tl.store(partial_ptr + chunk * WIDTH + column, tl.sum(sums, 0, keep_dims=True), in_width)
 
 
 def gelu_backward_launch(
-    grad: torch.Tensor, x: torch.Tensor, approximate: str
+    grad: torch.Tensor, x: torch.Tensor, approximate: str, dx_dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches the kernel over row chunks x column blocks and adds up the chunks' sums."""
+    """Launches the kernel over row chunks x column blocks and adds up the chunks' sums.
+
+    ``dx_dtype``: of dx, x's if None.
+    """
     grad, x = unit_stride(grad), unit_stride(x)
     tokens, width = x.shape
     columns = min(256, next_power_of_2(width))
     rows = 2048 // columns
     blocks = (width + columns - 1) // columns
     chunks = max(1, 8 * sm_count(x.device) // blocks)
-    dx = x.new_empty((tokens, width))
+    dx = x.new_empty((tokens, width), dtype=dx_dtype)
     partial = x.new_empty((chunks, width), dtype=torch.float32)
     launch(_gelu_backward_kernel, (chunks, blocks))(
         grad,

@@ -36,6 +36,22 @@ def swiglu_backward_reference(
 
 
 @triton.jit
+def swiglu_gradients(grad, act, linear):
+    """d_act and d_linear of one block, in float32; ``grad`` is in float32."""
+    a = act.to(tl.float32)
+    # sigmoid(a) = root * (root / total) with root = exp(-|a| / 2) for a < 0 and 1 otherwise.
+    # The exponent is never positive, so nothing overflows; and multiplying by the two halves
+    # in turn keeps products such as a * sigmoid(a) exact where sigmoid(a) itself is subnormal.
+    half = tl.exp(-0.5 * tl.abs(a))
+    total = 1 + half * half
+    root = tl.where(a < 0, half, 1.0)
+    complement = tl.where(a < 0, 1.0, half * half) / total  # 1 - sigmoid(a)
+    silu = ((a * root) * (root / total)).to(act.dtype).to(tl.float32)
+    slope = ((1 + a * complement) * root) * (root / total)
+    return grad * linear.to(tl.float32) * slope, grad * silu
+
+
+@triton.jit
 def _swiglu_backward_kernel(
     grad_ptr,
     act_ptr,
@@ -53,23 +69,13 @@ def _swiglu_backward_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     mask = (row < tokens) & (column < WIDTH)
     grad = tl.load(grad_ptr + row * grad_stride + column, mask).to(tl.float32)
-    act = tl.load(act_ptr + row * act_stride + column, mask).to(tl.float32)
-    linear = tl.load(linear_ptr + row * linear_stride + column, mask).to(tl.float32)
-
-    # sigmoid(a) = root * (root / total) with root = exp(-|a| / 2) for a < 0 and 1 otherwise.
-    # The exponent is never positive, so nothing overflows; and multiplying by the two halves
-    # in turn keeps products such as a * sigmoid(a) exact where sigmoid(a) itself is subnormal.
-    half = tl.exp(-0.5 * tl.abs(act))
-    total = 1 + half * half
-    root = tl.where(act < 0, half, 1.0)
-    complement = tl.where(act < 0, 1.0, half * half) / total  # 1 - sigmoid(a)
-    silu = ((act * root) * (root / total)).to(act_ptr.dtype.element_ty).to(tl.float32)
-    slope = ((1 + act * complement) * root) * (root / total)
-
+    act = tl.load(act_ptr + row * act_stride + column, mask)
+    linear = tl.load(linear_ptr + row * linear_stride + column, mask)
+    d_act, d_linear = swiglu_gradients(grad, act, linear)
     packed = packed_ptr + row * (2 * WIDTH) + column
     dtype = packed_ptr.dtype.element_ty
-    tl.store(packed, (grad * linear * slope).to(dtype), mask)
-    tl.store(packed + WIDTH, (grad * silu).to(dtype), mask)
+    tl.store(packed, d_act.to(dtype), mask)
+    tl.store(packed + WIDTH, d_linear.to(dtype), mask)
 
 
 def swiglu_backward_launch(

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from fusedbwd.kernels import _op
+from fusedbwd.kernels import _matmul, _op
 
 
 @pytest.fixture(autouse=True)
@@ -18,3 +18,11 @@ def poisoned_memory():
     assert torch.ones(2).new_empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=["descriptors", "pointers"])
+def loads(request, monkeypatch):
+    """Matmul operands read by tensor descriptors where their layout allows, or never."""
+    if request.param == "pointers":
+        monkeypatch.setattr(_matmul, "_describable", lambda operand: False)
+    return request.param

@@ -3,14 +3,19 @@
 import pytest
 import torch
 from checks import run
+from torch.utils import _pytree as pytree
 
 from fusedbwd.kernels import (
     gelu_backward,
     layer_norm_backward,
     layer_norm_backward_dx,
+    matmul_gelu_backward,
+    matmul_swiglu_backward,
     rms_norm_backward,
     rms_norm_backward_dx,
+    sum_matmul,
     swiglu_backward,
+    weight_grad,
 )
 from fusedbwd.kernels._op import LAUNCHERS
 
@@ -28,6 +33,7 @@ def draw(tokens, device):
 def arguments(op, tokens, device):
     """A full set of arguments for ``op``; the incoming gradient comes first."""
     a, b, c, weight, stat, eps = draw(tokens, device)
+    h, k, m = (t.half() for t in (a, b, torch.randn(WIDTH, WIDTH, device=device)))
     return {
         swiglu_backward: (a, b, c),
         gelu_backward: (a, b, "tanh"),
@@ -35,6 +41,10 @@ def arguments(op, tokens, device):
         rms_norm_backward_dx: (a, b, weight, stat, eps, c, 1.0, torch.float32),
         layer_norm_backward: (a, b, stat, weight, stat, eps, c, torch.float32, True),
         layer_norm_backward_dx: (a, b, stat, weight, stat, eps, c, torch.float32),
+        sum_matmul: ([h, k], [m, m + 1], c, torch.float32),
+        weight_grad: (h, k, torch.float32),
+        matmul_swiglu_backward: (h, m, k, k + 1),
+        matmul_gelu_backward: (h, m, k, "tanh"),
     }[op]
 
 
@@ -56,7 +66,7 @@ def test_opcheck(op, tokens, device):
 @over_ops
 def test_kernel_has_the_shapes_that_the_op_declares(op, device):
     args = arguments(op, 7, device)
-    meta = op(*(a.to("meta") if isinstance(a, torch.Tensor) else a for a in args))
+    meta = op(*pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), args))
     meta = (meta,) if isinstance(meta, torch.Tensor) else meta
     for actual, declared in zip(outputs(op, *args), meta, strict=True):
         assert actual.shape == declared.shape
@@ -73,22 +83,25 @@ def test_no_tokens(op, device):
 @over_ops
 @pytest.mark.parametrize("layout", ["expanded", "rows expanded", "sliced", "transposed"])
 def test_layout_of_the_gradient(op, layout, device):
-    grad, *rest = arguments(op, 7, device)
+    (grad, *rest), structure = pytree.tree_flatten(arguments(op, 7, device))
     strided = {
         "expanded": lambda: grad[0, 0].expand(7, WIDTH),
         "rows expanded": lambda: grad[0].expand(7, WIDTH),
         "sliced": lambda: torch.cat([grad, grad + 1, grad], 1)[:, 5 : 5 + WIDTH],
         "transposed": lambda: grad.t().contiguous().t(),
     }[layout]()
-    expected = outputs(op, strided.contiguous(), *rest)
-    for actual, want in zip(outputs(op, strided, *rest), expected, strict=True):
+
+    def results(grad):
+        return outputs(op, *pytree.tree_unflatten([grad, *rest], structure))
+
+    for actual, want in zip(results(strided), results(strided.contiguous()), strict=True):
         assert torch.equal(actual, want)
 
 
 @over_ops
 def test_inputs_are_not_written_and_results_repeat(op, device):
     args = arguments(op, 127, device)
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    tensors = [a for a in pytree.tree_leaves(args) if isinstance(a, torch.Tensor)]
     before = [t.clone() for t in tensors]
     first, second = outputs(op, *args), outputs(op, *args)
     assert all(torch.equal(t, b) for t, b in zip(tensors, before, strict=True))
@@ -99,7 +112,7 @@ def test_inputs_are_not_written_and_results_repeat(op, device):
 
 @over_ops
 def test_float64_is_computed_in_float64(op, device):
-    args = [a.double() if isinstance(a, torch.Tensor) else a for a in arguments(op, 7, device)]
+    args = pytree.tree_map_only(torch.Tensor, torch.Tensor.double, list(arguments(op, 7, device)))
     args = [torch.float64 if a is torch.float32 else a for a in args]
     results = op(*args)
     results = (results,) if isinstance(results, torch.Tensor) else results

@@ -1,0 +1,161 @@
+"""GELU backward in the epilogue of the matmul that makes its incoming gradient."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedbwd.kernels._matmul import (
+    MatmulTile,
+    describable,
+    multiply,
+    operand,
+    place,
+    subtiles,
+    takes,
+)
+from fusedbwd.kernels._op import define_op, launch
+from fusedbwd.kernels._tiles import accumulation_dtype, unit_stride
+from fusedbwd.kernels.gelu import gelu_backward_launch, gelu_backward_reference, gelu_slope
+
+TILE = MatmulTile(128, 128, 64, stages=3, warps=8, programs_per_sm=2, subtiles=4)
+
+
+def matmul_gelu_backward_reference(
+    grad: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, approximate: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of x and of a bias added to get x, under ``y = gelu(x) @ weight.T``.
+
+    The gradient of gelu(x) is grad @ weight, accumulated in float32 and not rounded; the rest
+    is :func:`gelu_backward_reference`.
+
+    Args:
+        grad: [T, H], gradient of y; any float dtype.
+        weight: [H, I] of the same dtype.
+        x: [T, I], GELU's input; any float dtype.
+        approximate: "tanh" or "none", as in torch.nn.functional.gelu.
+
+    Returns:
+        dx [T, I] in grad's dtype, that of the matmuls it goes on to; dbias [I], its column sums
+        before rounding, in float32 (float64 for float64 inputs).
+    """
+    wide = accumulation_dtype(grad, weight, x)
+    product = grad.to(wide) @ weight.to(wide)
+    dx, dbias = gelu_backward_reference(product, x.to(wide), approximate)
+    return dx.to(grad.dtype), dbias
+
+
+def matmul_gelu_backward_unfused(
+    grad: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, approximate: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by cuBLAS, which rounds the gradient of gelu(x), and the GELU kernel."""
+    return gelu_backward_launch(torch.mm(grad, weight), x, approximate, grad.dtype)
+
+
+@triton.jit
+def _matmul_gelu_kernel(
+    grad_ptr,
+    weight_ptr,
+    x_ptr,
+    dx_ptr,
+    partial_ptr,
+    tokens,
+    grad_stride,
+    weight_stride,
+    x_stride,
+    TANH: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    FLAT: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+):
+    a = operand(grad_ptr, tokens, HIDDEN, grad_stride, ROWS, DEPTH, DESCRIBED)
+    b = operand(weight_ptr, HIDDEN, WIDTH, weight_stride, DEPTH, COLUMNS, DESCRIBED)
+    tiles_down, tiles_across = tl.cdiv(tokens, ROWS), tl.cdiv(WIDTH, COLUMNS)
+    for tile in tl.range(tl.program_id(0), tiles_down * tiles_across, PROGRAMS, flatten=FLAT):
+        down, across = place(tile, tiles_down, tiles_across, GROUP)
+        row, column = down * ROWS, across * COLUMNS
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        acc = multiply(
+            acc, a, b, row, column, tokens, HIDDEN, WIDTH, grad_stride, weight_stride,
+            0, tl.cdiv(HIDDEN, DEPTH), ROWS, COLUMNS, DEPTH, DESCRIBED,
+        )  # fmt: skip
+        pieces = subtiles(acc, SUBTILES)
+        PIECE: tl.constexpr = COLUMNS // SUBTILES
+        r = (row + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        for i in tl.static_range(SUBTILES):
+            c = (column + i * PIECE + tl.arange(0, PIECE))[None, :]
+            mask = (r < tokens) & (c < WIDTH)
+            x = tl.load(x_ptr + r * x_stride + c, mask, 0.0).to(tl.float32)
+            dx = tl.where(mask, pieces[i] * gelu_slope(x, TANH), 0.0)
+            tl.store(dx_ptr + r * WIDTH + c, dx.to(dx_ptr.dtype.element_ty), mask)
+            sums = tl.sum(dx, 0, keep_dims=True)
+            tl.store(partial_ptr + down.to(tl.int64) * WIDTH + c, sums, c < WIDTH)
+
+
+def matmul_gelu_backward_fused(
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    approximate: str,
+    tile: MatmulTile = TILE,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches the kernel, then adds up the row blocks' shares of dbias in a fixed order."""
+    grad, weight, x = unit_stride(grad), unit_stride(weight), unit_stride(x)
+    tokens, width = x.shape
+    dx = x.new_empty((tokens, width), dtype=grad.dtype)
+    blocks = (tokens + tile.rows - 1) // tile.rows
+    partial = x.new_empty((blocks, width), dtype=torch.float32)
+    launch(_matmul_gelu_kernel, (tile.programs(x.device),))(
+        grad,
+        weight,
+        x,
+        dx,
+        partial,
+        tokens,
+        grad.stride(0),
+        weight.stride(0),
+        x.stride(0),
+        TANH=approximate == "tanh",
+        HIDDEN=grad.shape[1],
+        WIDTH=width,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        GROUP=tile.group,
+        SUBTILES=tile.subtiles,
+        PROGRAMS=tile.programs(x.device),
+        FLAT=tile.flat,
+        DESCRIBED=describable(grad, weight),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return dx, partial.sum(0)
+
+
+def matmul_gelu_backward_launch(grad, weight, x, approximate) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel for 16-bit operands, cuBLAS and the GELU kernel for others."""
+    fused = takes(grad.dtype)
+    route = matmul_gelu_backward_fused if fused else matmul_gelu_backward_unfused
+    return route(grad, weight, x, approximate)
+
+
+def _fake(grad, weight, x, approximate):
+    dbias = x.new_empty((x.shape[1],), dtype=accumulation_dtype(grad, weight, x))
+    return x.new_empty(x.shape, dtype=grad.dtype), dbias
+
+
+matmul_gelu_backward = define_op(
+    "matmul_gelu_backward(Tensor grad, Tensor weight, Tensor x, str approximate)"
+    " -> (Tensor, Tensor)",
+    reference=matmul_gelu_backward_reference,
+    launcher=matmul_gelu_backward_launch,
+    fake=_fake,
+)

@@ -1,0 +1,156 @@
+"""SwiGLU backward in the epilogue of the matmul that makes its incoming gradient."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedbwd.kernels._matmul import (
+    MatmulTile,
+    describable,
+    multiply,
+    operand,
+    place,
+    subtiles,
+    takes,
+)
+from fusedbwd.kernels._op import define_op, launch
+from fusedbwd.kernels._tiles import accumulation_dtype, unit_stride
+from fusedbwd.kernels.swiglu import (
+    swiglu_backward_launch,
+    swiglu_backward_reference,
+    swiglu_gradients,
+)
+
+TILE = MatmulTile(128, 256, 64, stages=3, warps=8, subtiles=4)
+
+
+def matmul_swiglu_backward_reference(
+    grad: torch.Tensor, weight: torch.Tensor, act: torch.Tensor, linear: torch.Tensor
+) -> torch.Tensor:
+    """Gradients of ``linear * silu(act)`` under ``y = (linear * silu(act)) @ weight.T``.
+
+    The gradient of the product is grad @ weight, accumulated in float32 and not rounded; the
+    rest is :func:`swiglu_backward_reference`.
+
+    Args:
+        grad: [T, H], gradient of y; any float dtype.
+        weight: [H, I] of the same dtype.
+        act, linear: [T, I], the factor that goes through SiLU, and the other one.
+
+    Returns:
+        [T, 2 * I] in act's dtype: columns [0, I) are d_act, [I, 2 * I) are d_linear.
+    """
+    wide = accumulation_dtype(grad, weight, act, linear)
+    return swiglu_backward_reference(grad.to(wide) @ weight.to(wide), act, linear)
+
+
+def matmul_swiglu_backward_unfused(
+    grad: torch.Tensor, weight: torch.Tensor, act: torch.Tensor, linear: torch.Tensor
+) -> torch.Tensor:
+    """The same by cuBLAS, which rounds the product's gradient, and the SwiGLU kernel."""
+    return swiglu_backward_launch(torch.mm(grad, weight), act, linear)
+
+
+@triton.jit
+def _matmul_swiglu_kernel(
+    grad_ptr,
+    weight_ptr,
+    act_ptr,
+    linear_ptr,
+    packed_ptr,
+    tokens,
+    grad_stride,
+    weight_stride,
+    act_stride,
+    linear_stride,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    FLAT: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+):
+    a = operand(grad_ptr, tokens, HIDDEN, grad_stride, ROWS, DEPTH, DESCRIBED)
+    b = operand(weight_ptr, HIDDEN, WIDTH, weight_stride, DEPTH, COLUMNS, DESCRIBED)
+    tiles_down, tiles_across = tl.cdiv(tokens, ROWS), tl.cdiv(WIDTH, COLUMNS)
+    dtype = packed_ptr.dtype.element_ty
+    for tile in tl.range(tl.program_id(0), tiles_down * tiles_across, PROGRAMS, flatten=FLAT):
+        down, across = place(tile, tiles_down, tiles_across, GROUP)
+        row, column = down * ROWS, across * COLUMNS
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        acc = multiply(
+            acc, a, b, row, column, tokens, HIDDEN, WIDTH, grad_stride, weight_stride,
+            0, tl.cdiv(HIDDEN, DEPTH), ROWS, COLUMNS, DEPTH, DESCRIBED,
+        )  # fmt: skip
+        pieces = subtiles(acc, SUBTILES)
+        PIECE: tl.constexpr = COLUMNS // SUBTILES
+        r = (row + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        for i in tl.static_range(SUBTILES):
+            c = (column + i * PIECE + tl.arange(0, PIECE))[None, :]
+            mask = (r < tokens) & (c < WIDTH)
+            act = tl.load(act_ptr + r * act_stride + c, mask, 0.0)
+            linear = tl.load(linear_ptr + r * linear_stride + c, mask, 0.0)
+            d_act, d_linear = swiglu_gradients(pieces[i], act, linear)
+            packed = packed_ptr + r * (2 * WIDTH) + c
+            tl.store(packed, d_act.to(dtype), mask)
+            tl.store(packed + WIDTH, d_linear.to(dtype), mask)
+
+
+def matmul_swiglu_backward_fused(
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    act: torch.Tensor,
+    linear: torch.Tensor,
+    tile: MatmulTile = TILE,
+) -> torch.Tensor:
+    """Launches the kernel."""
+    grad, weight = unit_stride(grad), unit_stride(weight)
+    act, linear = unit_stride(act), unit_stride(linear)
+    tokens, width = act.shape
+    packed = act.new_empty((tokens, 2 * width))
+    launch(_matmul_swiglu_kernel, (tile.programs(act.device),))(
+        grad,
+        weight,
+        act,
+        linear,
+        packed,
+        tokens,
+        grad.stride(0),
+        weight.stride(0),
+        act.stride(0),
+        linear.stride(0),
+        HIDDEN=grad.shape[1],
+        WIDTH=width,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        GROUP=tile.group,
+        SUBTILES=tile.subtiles,
+        PROGRAMS=tile.programs(act.device),
+        FLAT=tile.flat,
+        DESCRIBED=describable(grad, weight),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return packed
+
+
+def matmul_swiglu_backward_launch(grad, weight, act, linear) -> torch.Tensor:
+    """The kernel for 16-bit operands, cuBLAS and the SwiGLU kernel for others."""
+    fused = takes(grad.dtype)
+    route = matmul_swiglu_backward_fused if fused else matmul_swiglu_backward_unfused
+    return route(grad, weight, act, linear)
+
+
+matmul_swiglu_backward = define_op(
+    "matmul_swiglu_backward(Tensor grad, Tensor weight, Tensor act, Tensor linear) -> Tensor",
+    reference=matmul_swiglu_backward_reference,
+    launcher=matmul_swiglu_backward_launch,
+    fake=lambda grad, weight, act, linear: act.new_empty((act.shape[0], 2 * act.shape[1])),
+)
