@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.external_utils import wrap_inline
 from torch._functorch import config as functorch_config
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from fusedbwd import compat, passes
 from fusedbwd.config import Config
@@ -104,11 +104,13 @@ class Backend:
     Attributes:
         config: what to fuse.
         reports: one report per joint graph, in the order of compilation.
+        inner_compile: what compiles the partitioned graphs; inspection puts itself before it.
     """
 
     def __init__(self, config: Config):
         self.config = config
         self.reports: list[Report] = []
+        self.inner_compile: Callable = compile_fx_inner
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list) -> Callable:
         fusing = passes.Pass("fuse", self._fuse, self.config.key())
@@ -122,6 +124,7 @@ class Backend:
             return compile_fx(
                 gm,
                 example_inputs,
+                inner_compile=self.inner_compile,
                 config_patches=settings,
                 decompositions=compat.decompositions(),
             )
