@@ -127,5 +127,6 @@ def _order(t: Tensor) -> tuple[int, ...] | None:
     """The storage order of a dense permuted tensor; None for any other, which calls copy."""
     if t.is_contiguous():
         return None
-    order = tuple(sorted(range(t.dim()), key=lambda dim: (-t.stride(dim), dim)))
+    strides = t.stride()
+    order = tuple(sorted(range(t.dim()), key=lambda dim: (-strides[dim], dim)))
     return order if t.permute(order).is_contiguous() else None
