@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -121,13 +122,14 @@ class Backend:
         # AOTAutograd's own cache would skip the joint pass, and with it the report and the
         # checks; Inductor's cache of compiled graphs, which is where the time goes, stays on.
         with functorch_config.patch(enable_autograd_cache=False):
-            return compile_fx(
+            compiled: Any = compile_fx(
                 gm,
                 example_inputs,
                 inner_compile=self.inner_compile,
                 config_patches=settings,
                 decompositions=compat.decompositions(),
             )
+        return compiled
 
     def _fuse(self, graph: fx.Graph) -> None:
         if gradient_nodes(graph):
