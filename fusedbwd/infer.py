@@ -41,7 +41,7 @@ def infer_schema(module: nn.Module, *example_args: Tensor, sizes: Mapping[str, i
     arguments = _named_arguments(module, example_args)
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     symbols = _symbols(name, sizes, state)
-    with torch.no_grad(), collect() as tagged:
+    with torch.no_grad(), collect(module) as tagged:
         output = module(*example_args)
     if not isinstance(output, Tensor):
         raise UnsupportedError(

@@ -149,7 +149,8 @@ def inspect_problem(
     report = fuse(joint.gm.graph, config)
     graph = backward_graph(joint)
     launched = fused_launches(graph.graph)
-    compiled = compile_backward(graph, joint.fake_mode, config)
+    with inductor_config.patch(cpp_wrapper=False):
+        compiled = compile_backward(graph, joint.fake_mode, config)
     title = f"{name}{', small' if small else ''}, {dtype}, compiled for {device}"
     return Inspection(title, report, [Backward("backward", compiled.source, launched)])
 

@@ -124,7 +124,7 @@ def trace_joint(
         given = dict(zip(names, primals, strict=True))
         with (
             _swapped_attributes(module, {attributes[n]: given[n] for n in scalars}),
-            collect() as named,
+            collect(module) as named,
         ):
             out = functional_call(
                 module, {k: given[k] for k in params}, tuple(given[k] for k in arguments)

@@ -160,6 +160,18 @@ def test_only_what_requires_grad_gets_a_gradient():
     assert [g.name for g in x_alone.outputs] == ["grad_x", *parameters]
 
 
+def test_a_module_that_is_compiled_for_training():
+    module = GegluBlock()
+    x = torch.randn(3, 7, 96, requires_grad=True)
+    expected = infer_schema(module, x, sizes=SIZES)
+    fusedbwd.compile(module)(x).sum().backward()
+    assert infer_schema(module, x, sizes=SIZES) == expected
+    bwd = fusedbwd.export_backward(module, saved=expected)
+    assert bwd.report.counts() == fusedbwd.report(module).counts() == {"rms_norm_backward": 1}
+    module(x)
+    assert len(fusedbwd.report(module).fired) == 1  # still compiled, and not again
+
+
 class Repeated(nn.Module):
     """Tags one tensor twice, and its argument and parameter once more."""
 
