@@ -253,7 +253,8 @@ class ExportedBackward:
             expected += f" (declared {list(i.shape)})"
         if isinstance(t, torch.Tensor):
             return InputError(
-                f"input {i.name!r}: expected {expected}, got {t.dtype} {list(t.shape)} on {t.device}"
+                f"input {i.name!r}: expected {expected}, "
+                f"got {t.dtype} {list(t.shape)} on {t.device}"
             )
         return InputError(f"input {i.name!r}: expected {expected}, got {type(t).__name__}")
 

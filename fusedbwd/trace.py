@@ -259,7 +259,8 @@ def _fake_arguments(module, schema, sizes, device, wanted) -> dict[str, torch.Te
             )
         elif p.default is inspect.Parameter.empty:
             raise SchemaError(
-                f"{schema.name}: argument {name!r} of {type(module).__name__}.forward is not declared"
+                f"{schema.name}: argument {name!r} of {type(module).__name__}.forward "
+                "is not declared"
             )
         else:
             break  # from here on the forward's own defaults
