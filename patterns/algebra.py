@@ -220,6 +220,11 @@ def normal_form(
         raise NotPolynomial("a coefficient overflows") from None
 
 
+def is_arithmetic(node: fx.Node) -> bool:
+    """Whether ``node`` is an operation that forms look into."""
+    return node.op == "call_function" and node.target in _RULES
+
+
 def strip(node: fx.Node) -> fx.Node:
     """The node behind floating casts, copies and views that keep rows whole."""
     while node.op == "call_function" and node.target in _TRANSPARENT and _keeps_rows(node):
@@ -262,6 +267,8 @@ def _keeps_rows(node: fx.Node) -> bool:
         return isinstance(before[-1], int) and _is(after[-1], before[-1])
     if node.target is aten.unsqueeze.default:
         return node.args[1] % len(after) != len(after) - 1
+    if node.target is aten.squeeze.dim:
+        return node.args[1] % len(before) != len(before) - 1
     return True
 
 
@@ -270,12 +277,15 @@ def _transparent(n, form):
 
 
 def _unsqueeze(n, form):
-    # A row reduction without keepdim, then unsqueeze(-1), is one with keepdim.
-    source = n.args[0]
-    if source.op == "call_function" and source.target in (aten.sum.dim_IntList, aten.mean.dim):
-        after = _shape(n)
-        if n.args[1] % len(after) == len(after) - 1:
+    source, dim = n.args
+    rank = len(_shape(n))
+    if dim % rank == rank - 1 and source.op == "call_function":
+        # A row reduction without keepdim, then unsqueeze(-1), is one with keepdim.
+        if source.target in (aten.sum.dim_IntList, aten.mean.dim):
             return _reduce(source, form, keepdim=True)
+        if source.target is aten.squeeze.dim and source.args[1] % rank == rank - 1:
+            before = source.args[0]
+            return form(before) if _is(_shape(before)[-1], 1) else None
     return _transparent(n, form)
 
 
@@ -372,6 +382,7 @@ _TRANSPARENT = {
     aten.reshape.default,
     aten._unsafe_view.default,
     aten.unsqueeze.default,
+    aten.squeeze.dim,
 }
 
 _RULES: dict[object, Callable] = {

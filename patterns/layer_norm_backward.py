@@ -111,6 +111,7 @@ PATTERN = Pattern(
     name="layer_norm_backward",
     anchors=[
         CallFunction(aten.sum.dim_IntList, Arg(), Arg(), True),
+        CallFunction(aten.mean.dim, Arg(), Arg(), True),
         CallFunctionVarArgs(aten.native_layer_norm_backward.default),
     ],
     prove=_prove,

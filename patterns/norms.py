@@ -26,6 +26,7 @@ from fusedbwd.patterns.algebra import (
     NotPolynomial,
     Poly,
     constant,
+    is_arithmetic,
     mean,
     monomial,
     normal_form,
@@ -117,7 +118,7 @@ def _inputs_of(var: fx.Node) -> list[fx.Node]:
     node = strip(var)
     if node.op != "call_function":
         return []
-    if node.target is operator.getitem:
+    if node.target in (operator.getitem, aten.unsqueeze.default):
         node = node.args[0]
     if node.target in (aten.var.correction, aten.var_mean.correction):
         return [strip(node.args[0])]
@@ -270,16 +271,14 @@ def _weight(factors: list[fx.Node], width: int) -> tuple[fx.Node | None, float]:
 
 
 def _sums_above(node: fx.Node) -> list[fx.Node]:
-    """Sums and differences that ``node`` alone flows into, the outermost first."""
-    sums = []
-    for _ in range(_MAX_CLIMB):
-        user = only_user(node)
-        if user is None or user.op != "call_function":
-            break
-        if user.target in (aten.add.Tensor, aten.sub.Tensor):
-            sums.append(user)
-        node = user
-    return sums[::-1]
+    """Sums and differences that ``node`` flows into by arithmetic, the outermost first."""
+    climbed = {node: None}
+    for n in (todo := [node]):
+        for user in n.users:
+            if user not in climbed and is_arithmetic(user) and len(climbed) < _MAX_CLIMB:
+                climbed[user] = None
+                todo.append(user)
+    return [n for n in reversed(climbed) if n.target in (aten.add.Tensor, aten.sub.Tensor)]
 
 
 def _residuals(top: fx.Node, grad: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:

@@ -65,6 +65,8 @@ IDENTITIES = {
     ),
     "unsqueezed sum": lambda x: (x.sum(-1).unsqueeze(-1), x.sum(-1, keepdim=True)),
     "unsqueezed mean": lambda x: (x.mean(-1)[:, None], x.mean(-1, keepdim=True)),
+    "squeezed and unsqueezed": lambda r: (r.squeeze(-1).unsqueeze(-1), r * 1),
+    "squeezed rows": lambda x: (x.unsqueeze(1).squeeze(1), x * 1),
     "expanded": lambda x, w: (x * w.expand(ROWS, WIDTH), x * w),
     "unsqueezed vector": lambda x, w: (x * w[None], w * x),
     "expanded rows": lambda x, r: (x * r.expand(ROWS, WIDTH), x * r),
@@ -114,6 +116,7 @@ DIFFERENT = {
     "rows and columns": lambda s: (s.sum(-1, keepdim=True), s.sum(0, keepdim=True)),
     "a column of sums as a row": lambda s: (s * s.sum(-1), s * s.sum(-1, keepdim=True)),
     "a row of sums": lambda s: (s * s.sum(-1)[None], s * s.sum(-1)[:, None]),
+    "squeezed": lambda r: (r.squeeze(-1), r * 1),
     "a vector along rows": lambda s, w: (s * w[:, None], s * w),
     "transposed": lambda s: (s.t() * 1, s * 1),
     "viewed across rows": lambda x: (x.view(WIDTH, ROWS), x),
@@ -197,7 +200,7 @@ def test_operands_without_rows():
 
 def test_deep_graphs():
     def chain(x):
-        for _ in range(5000):
+        for _ in range(2000):
             x = torch.sigmoid(x)
         return (x,)
 
