@@ -22,6 +22,7 @@ from tabulate import tabulate
 from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner, get_cpp_wrapper_config
+from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusedbwd import Config, passes
@@ -31,15 +32,19 @@ CHAIN = 20
 WIDTH = 64
 
 
-def chain(x: torch.Tensor) -> tuple[torch.Tensor]:
+def chain(x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor]:
     """``CHAIN`` fused ops, each on the result of the one before."""
-    one = torch.ones_like(x)
     for _ in range(CHAIN):
-        x = swiglu_backward(one, x, x)[:, :WIDTH]
+        x = swiglu_backward(grad, x, x)[:, :WIDTH]
     return (x.contiguous(),)
 
 
-def compiled(route: str, x: torch.Tensor) -> tuple[Callable, float]:
+def traced(inputs: list[torch.Tensor]) -> fx.GraphModule:
+    """The chain as a graph that Inductor takes."""
+    return make_fx(chain, decomposition_table=select_decomp_table(), tracing_mode="fake")(*inputs)
+
+
+def compiled(route: str, inputs: list[torch.Tensor]) -> tuple[Callable, float]:
     """The chain compiled for one route, and the seconds that took."""
     settings: dict[str, object] = {"fx_graph_cache": False}
     if route != "custom op":
@@ -47,7 +52,7 @@ def compiled(route: str, x: torch.Tensor) -> tuple[Callable, float]:
     cpp = route == "kernel, C++ wrapper"
     if cpp:
         settings |= {"cpp_wrapper": True, **get_cpp_wrapper_config()}
-    graph = make_fx(chain, tracing_mode="fake")(x)
+    graph = traced(inputs)
     fakes = [n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")]
     start = time.perf_counter()
     with inductor_config.patch(settings), torch.no_grad():
@@ -55,34 +60,34 @@ def compiled(route: str, x: torch.Tensor) -> tuple[Callable, float]:
     return run, time.perf_counter() - start
 
 
-def microseconds_per_op(run: Callable, x: torch.Tensor, calls: int = 200) -> float:
+def microseconds_per_op(run: Callable, inputs: list[torch.Tensor], calls: int = 200) -> float:
     """CPU time per fused op of a call that does not wait for the GPU."""
     for _ in range(20):
-        run([x])
+        run(list(inputs))
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
-        run([x])
+        run(list(inputs))
     elapsed = time.perf_counter() - start
     torch.cuda.synchronize()
     return elapsed / calls / CHAIN * 1e6
 
 
-def artefact(x: torch.Tensor) -> str:
+def artefact(inputs: list[torch.Tensor]) -> str:
     """Saves the compiled chain, runs it in a fresh process; says how that went."""
-    graph: fx.GraphModule = make_fx(chain, tracing_mode="fake")(x)
+    graph = traced(inputs)
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "chain.bin")
         expected = str(Path(folder) / "expected.pt")
         with inductor_config.patch(passes.launching(Config())), torch.no_grad():
-            saved = torch._inductor.standalone_compile(graph, [x], dynamic_shapes="from_graph")
+            saved = torch._inductor.standalone_compile(graph, inputs, dynamic_shapes="from_graph")
             saved.save(path=path, format="binary")
-            torch.save((x, *chain(x)), expected)
+            torch.save((inputs, *chain(*inputs)), expected)
         code = (
             "import sys, torch, fusedbwd.kernels\n"
             "run = torch._inductor.CompiledArtifact.load(path=sys.argv[1], format='binary')\n"
-            "x, expected = torch.load(sys.argv[2])\n"
-            "y = run(x)\n"
+            "inputs, expected = torch.load(sys.argv[2])\n"
+            "y = run(*inputs)\n"
             "y = y[0] if isinstance(y, (tuple, list)) else y\n"
             "print('same result' if torch.equal(y, expected) else 'WRONG RESULT')\n"
         )
@@ -101,19 +106,21 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("error: needs an NVIDIA GPU", file=sys.stderr)
         return 2
-    x = torch.randn(8, WIDTH, device="cuda")
-    figures: dict[str, object] = {"eager": microseconds_per_op(lambda a: chain(*a), x)}
+    inputs = [torch.randn(8, WIDTH, device="cuda"), torch.ones(8, WIDTH, device="cuda")]
+    figures: dict[str, object] = {"eager": microseconds_per_op(lambda a: chain(*a), inputs)}
     seconds = {}
     for route in ("custom op", "kernel, Python wrapper", "kernel, C++ wrapper"):
         run, seconds[route] = compiled(route, x)
-        (y,) = run([x])
+        (y,) = run(list(inputs))
         if not torch.equal(y, *chain(x)):
             print(f"error: {route} gives another result", file=sys.stderr)
             return 1
-        figures[route] = microseconds_per_op(run, x)
-    rows = [[k, f"{v:.1f}", f"{seconds[k]:.1f}" if k in seconds else ""] for k, v in figures.items()]
+        figures[route] = microseconds_per_op(run, inputs)
+    rows = [
+        [k, f"{v:.1f}", f"{seconds[k]:.1f}" if k in seconds else ""] for k, v in figures.items()
+    ]
     print(tabulate(rows, headers=["route", "CPU us per op", "compile s"]))
-    figures["artefact in a fresh process"] = artefact(x)
+    figures["artefact in a fresh process"] = artefact(inputs)
     print("artefact in a fresh process:", figures["artefact in a fresh process"])
     if args.json:
         versions = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
