@@ -35,8 +35,8 @@ def compile_backward(gm: fx.GraphModule, fake_mode, config: Config) -> CompiledB
     """Compiles a backward graph for the sizes, open or fixed, in its placeholders' metadata."""
     fakes = [value(n) for n in gm.graph.find_nodes(op="placeholder")]
     settings = passes.launching(config)
-    cpp_wrapper = inductor_config.cpp_wrapper if config.cpp_wrapper is None else config.cpp_wrapper
-    cpp_wrapper = cpp_wrapper and any(t.device.type == "cuda" for t in fakes)
+    on_gpu = any(t.device.type == "cuda" for t in fakes)
+    cpp_wrapper = on_gpu and (inductor_config.cpp_wrapper or config.cpp_wrapper)
     with contextlib.ExitStack() as stack:
         stack.enter_context(inductor_config.patch(cpp_wrapper=cpp_wrapper, **settings))
         if cpp_wrapper:

@@ -17,9 +17,8 @@ class Config:
         strict: raise :class:`~fusedbwd.errors.FusionError` where nothing was fused.
         verify: check each rewrite on random data against the subgraph that it replaces, when
             it is compiled; raise :class:`~fusedbwd.errors.VerificationError` on disagreement.
-        cpp_wrapper: let Inductor generate a C++ wrapper for GPU code: launches cost less, the
-            first compilation takes longer. Only for exported backwards; None: Inductor's own
-            setting.
+        cpp_wrapper: exported backwards on a GPU only: let Inductor generate a C++ wrapper, whose
+            launches cost a fraction of Python's and whose first compilation takes longer.
     """
 
     swiglu_backward: bool = True
@@ -28,7 +27,7 @@ class Config:
     layer_norm_backward: bool = True
     strict: bool = False
     verify: bool = False
-    cpp_wrapper: bool | None = None
+    cpp_wrapper: bool = True
 
     def enabled(self, fusion: str) -> bool:
         """Whether the fusion of that name is switched on."""

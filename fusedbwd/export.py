@@ -131,6 +131,7 @@ class ExportedBackward:
         self._plans: dict[tuple[int, ...], _Plan] = {}
         self._scalars: dict[tuple[str, float], torch.Tensor] = {}
         self._names = [i.name for i in schema.inputs]
+        self._name_set = set(self._names)
         self._result = namedtuple(  # type: ignore[misc]
             f"{schema.name}_gradients", [o.name for o in schema.outputs]
         )
@@ -192,6 +193,8 @@ class ExportedBackward:
             raise InputError(
                 f"{self.schema.name} takes {len(self._names)} inputs, got {len(inputs)}"
             )
+        if not inputs and named.keys() == self._name_set:
+            return tuple(map(named.__getitem__, self._names))
         given = dict(zip(self._names, inputs, strict=False))
         for name, t in named.items():
             if name not in self._names:
@@ -250,7 +253,8 @@ class ExportedBackward:
             expected += f" (declared {list(i.shape)})"
         if isinstance(t, torch.Tensor):
             return InputError(
-                f"input {i.name!r}: expected {expected}, got {t.dtype} {list(t.shape)} on {t.device}"
+                f"input {i.name!r}: expected {expected}, "
+                f"got {t.dtype} {list(t.shape)} on {t.device}"
             )
         return InputError(f"input {i.name!r}: expected {expected}, got {type(t).__name__}")
 

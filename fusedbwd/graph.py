@@ -12,7 +12,6 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-
 SAVED_KEY = "fusedbwd_saved"
 """Key in a node's metadata: the schema saves this node, under the name that is its value."""
 

@@ -41,7 +41,7 @@ def infer_schema(module: nn.Module, *example_args: Tensor, sizes: Mapping[str, i
     arguments = _named_arguments(module, example_args)
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     symbols = _symbols(name, sizes, state)
-    with torch.no_grad(), collect() as tagged:
+    with torch.no_grad(), collect(module) as tagged:
         output = module(*example_args)
     if not isinstance(output, Tensor):
         raise UnsupportedError(
@@ -127,5 +127,6 @@ def _order(t: Tensor) -> tuple[int, ...] | None:
     """The storage order of a dense permuted tensor; None for any other, which calls copy."""
     if t.is_contiguous():
         return None
-    order = tuple(sorted(range(t.dim()), key=lambda dim: (-t.stride(dim), dim)))
+    strides = t.stride()
+    order = tuple(sorted(range(t.dim()), key=lambda dim: (-strides[dim], dim)))
     return order if t.permute(order).is_contiguous() else None

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
@@ -65,7 +66,7 @@ def fingerprint() -> str:
     return digest.hexdigest()
 
 
-def launching(config: Config) -> dict[str, object]:
+def launching(config: Config) -> dict[str, Any]:
     """Inductor settings under which fused ops become kernel launches, the user's passes first."""
     ours = Pass("launch", launch_pass, config.key())
     return {"post_grad_custom_post_pass": after_users("post_grad_custom_post_pass", ours)}

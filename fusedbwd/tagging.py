@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusedbwd.errors import SchemaError
 
@@ -35,11 +35,22 @@ def tag(tensor: Tensor, name: str) -> Tensor:
 
 
 @contextmanager
-def collect() -> Iterator[dict[str, Tensor]]:
-    """Yields a dict that fills with the intermediates tagged inside the block, by name."""
+def collect(module: nn.Module | None = None) -> Iterator[dict[str, Tensor]]:
+    """Yields a dict that fills with the intermediates tagged inside the block, by name.
+
+    Args:
+        module: called eagerly inside the block, with its submodules, even where it was
+            compiled in place: a compiled forward tags nothing.
+    """
     collected: dict[str, Tensor] = {}
     token = _collected.set(collected)
+    modules = module.modules() if module is not None else ()
+    compiled = [(m, m._compiled_call_impl) for m in modules if m._compiled_call_impl is not None]
+    for m, _ in compiled:
+        m._compiled_call_impl = None
     try:
         yield collected
     finally:
         _collected.reset(token)
+        for m, call in compiled:
+            m._compiled_call_impl = call

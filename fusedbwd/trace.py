@@ -124,7 +124,7 @@ def trace_joint(
         given = dict(zip(names, primals, strict=True))
         with (
             _swapped_attributes(module, {attributes[n]: given[n] for n in scalars}),
-            collect() as named,
+            collect(module) as named,
         ):
             out = functional_call(
                 module, {k: given[k] for k in params}, tuple(given[k] for k in arguments)
@@ -259,7 +259,8 @@ def _fake_arguments(module, schema, sizes, device, wanted) -> dict[str, torch.Te
             )
         elif p.default is inspect.Parameter.empty:
             raise SchemaError(
-                f"{schema.name}: argument {name!r} of {type(module).__name__}.forward is not declared"
+                f"{schema.name}: argument {name!r} of {type(module).__name__}.forward "
+                "is not declared"
             )
         else:
             break  # from here on the forward's own defaults

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.external_utils import wrap_inline
 from torch._functorch import config as functorch_config
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from fusedbwd import compat, passes
 from fusedbwd.config import Config
@@ -104,11 +105,13 @@ class Backend:
     Attributes:
         config: what to fuse.
         reports: one report per joint graph, in the order of compilation.
+        inner_compile: what compiles the partitioned graphs; inspection puts itself before it.
     """
 
     def __init__(self, config: Config):
         self.config = config
         self.reports: list[Report] = []
+        self.inner_compile: Callable = compile_fx_inner
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list) -> Callable:
         fusing = passes.Pass("fuse", self._fuse, self.config.key())
@@ -119,12 +122,14 @@ class Backend:
         # AOTAutograd's own cache would skip the joint pass, and with it the report and the
         # checks; Inductor's cache of compiled graphs, which is where the time goes, stays on.
         with functorch_config.patch(enable_autograd_cache=False):
-            return compile_fx(
+            compiled: Any = compile_fx(
                 gm,
                 example_inputs,
+                inner_compile=self.inner_compile,
                 config_patches=settings,
                 decompositions=compat.decompositions(),
             )
+        return compiled
 
     def _fuse(self, graph: fx.Graph) -> None:
         if gradient_nodes(graph):

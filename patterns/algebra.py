@@ -6,15 +6,21 @@ polynomial in chosen leaf nodes, so that two spellings of one formula become equ
 anything else does not. A matcher then *proves* a rewrite by comparing the graph's polynomial
 with the formula of the fused kernel.
 
-The arithmetic is exact but for three things, which is what a rewrite may change: the order of
-sums and products, the rounding between them (floating casts are looked through), and a
-coefficient's last bits. Values are functions on rows: leading dimensions index rows, the last
-dimension is the row itself, and sums run over whole rows.
+The arithmetic is exact but for four things, which is what a rewrite may change: the order of
+sums and products, the rounding between them (casts between float16, bfloat16, float32 and
+float64 are looked through), a coefficient's last bits, and what is not a number (x / x is 1,
+whatever x is).
+
+Values are functions on rows: leading dimensions index rows, the last dimension is the row
+itself, and sums run over whole rows. A form does not tell how many rows its value has: where
+two forms are equal, the values are equal if both have as many rows as each of the leaves that
+has more than one.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,6 +32,8 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 _MAX_TERMS = 64  # a formula of ours has at most eight; more means it is not one
+_MAX_DEPTH = 64  # nodes from a formula down to its leaves; deep graphs end here
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DIGITS = 9  # significant digits in which coefficients must agree
 
 
@@ -66,10 +74,17 @@ class Poly:
     terms: frozenset  # of (Monomial, float)
 
     @staticmethod
-    def of_dict(terms: dict[Monomial, float]) -> Poly:
-        if len(terms) > _MAX_TERMS:
-            raise NotPolynomial(f"more than {_MAX_TERMS} terms")
-        return Poly(frozenset((m, c) for m, c in terms.items() if c))
+    def total(terms: Iterable[tuple[Monomial, float]]) -> Poly:
+        """The sum of ``terms``."""
+        sums: dict[Monomial, float] = {}
+        sizes: dict[Monomial, float] = {}
+        for m, c in terms:
+            sums[m] = sums.get(m, 0.0) + c
+            sizes[m] = max(sizes.get(m, 0.0), abs(c))
+        if len(sums) > _MAX_TERMS or not all(map(math.isfinite, sums.values())):
+            raise NotPolynomial(f"more than {_MAX_TERMS} terms, or infinite ones")
+        # What cancels to rounding noise is zero.
+        return Poly(frozenset((m, c) for m, c in sums.items() if abs(c) > 1e-12 * sizes[m]))
 
     def matches(self, other: Poly) -> bool:
         """Whether both are the same polynomial, but for the last bits of coefficients."""
@@ -83,24 +98,16 @@ class Poly:
         return Poly(frozenset((m, float(f"{c:.{_DIGITS - 1}e}")) for m, c in self.terms))
 
     def __add__(self, other: Poly) -> Poly:
-        terms = dict(self.terms)
-        for m, c in other.terms:
-            terms[m] = terms.get(m, 0.0) + c
-        # What cancels to rounding noise is zero.
-        size = max((abs(c) for _, c in (*self.terms, *other.terms)), default=0.0)
-        return Poly.of_dict({m: c for m, c in terms.items() if abs(c) > 1e-12 * size})
+        return Poly.total((*self.terms, *other.terms))
 
     def __mul__(self, other: Poly | float) -> Poly:
         if not isinstance(other, Poly):
             other = constant(other)
         if len(self.terms) * len(other.terms) > _MAX_TERMS:
             raise NotPolynomial(f"more than {_MAX_TERMS} terms")
-        terms: dict[Monomial, float] = {}
-        for m1, c1 in self.terms:
-            for m2, c2 in other.terms:
-                m = _times(m1, m2)
-                terms[m] = terms.get(m, 0.0) + c1 * c2
-        return Poly.of_dict(terms)
+        return Poly.total(
+            (_times(m1, m2), c1 * c2) for m1, c1 in self.terms for m2, c2 in other.terms
+        )
 
     def __sub__(self, other: Poly) -> Poly:
         return self + other * -1.0
@@ -112,20 +119,22 @@ class Poly:
             for _ in range(int(exponent)):
                 product = product * self
             return product
-        single = self._single()
-        if single is None:
+        if not self._distributes(exponent):
             return monomial(Base(self.canonical()), exponent)
-        m, c = single
-        even = (
-            any((e * exponent).denominator == 1 and e.denominator == 1 and e % 2 == 0 for _, e in m)
-            and exponent.denominator != 1
-        )
-        if even or (c <= 0 and exponent.denominator != 1):
-            return monomial(Base(self.canonical()), exponent)  # sqrt(x * x) is not x
-        return Poly.of_dict({frozenset((a, e * exponent) for a, e in m): c ** float(exponent)})
+        ((m, c),) = self.terms
+        return Poly.total([(frozenset((a, e * exponent) for a, e in m), c ** float(exponent))])
 
-    def _single(self) -> tuple[Monomial, float] | None:
-        return next(iter(self.terms)) if len(self.terms) == 1 else None
+    def _distributes(self, exponent: Fraction) -> bool:
+        """Whether the power of this sum is the product of its factors' powers.
+
+        A root is that of a single odd power alone: sqrt(x * x) is not x, and sqrt(x * y) is
+        defined where neither sqrt(x) nor sqrt(y) is.
+        """
+        if len(self.terms) != 1:
+            return False
+        ((m, c),) = self.terms
+        is_root = exponent.denominator != 1
+        return not is_root or (c > 0 and len(m) <= 1 and all(e % 2 != 0 for _, e in m))
 
     def atoms(self) -> set[Atom]:
         """Every atom of every term, not looking inside sums and functions."""
@@ -140,11 +149,11 @@ def _times(a: Monomial, b: Monomial) -> Monomial:
 
 
 def constant(c: float) -> Poly:
-    return Poly.of_dict({frozenset(): float(c)})
+    return Poly.total([(frozenset(), float(c))])
 
 
 def monomial(atom: Atom, exponent: Fraction | int = 1) -> Poly:
-    return Poly.of_dict({frozenset([(atom, Fraction(exponent))]): 1.0})
+    return Poly.total([(frozenset([(atom, Fraction(exponent))]), 1.0)])
 
 
 def row_sum(p: Poly, width: int) -> Poly:
@@ -154,7 +163,7 @@ def row_sum(p: Poly, width: int) -> Poly:
         outer = frozenset((a, e) for a, e in m if is_row_constant(a))
         inner = m - outer
         summed = monomial(RowSum(Poly(frozenset([(inner, 1.0)])))) if inner else constant(width)
-        total = total + Poly.of_dict({outer: c}) * summed
+        total = total + Poly.total([(outer, c)]) * summed
     return total
 
 
@@ -185,8 +194,10 @@ def normal_form(
     """
     stop = set(leaves)
     memo: dict[fx.Node, Poly] = {}
+    depth = 0
 
     def form(n) -> Poly:
+        nonlocal depth
         if isinstance(n, (int, float)):
             return constant(float(n))
         if not isinstance(n, fx.Node):
@@ -194,12 +205,24 @@ def normal_form(
         if n not in memo:
             rule = _RULES.get(n.target) if n.op == "call_function" else None
             poly = None
-            if n not in stop and rule is not None and expandable(n) and _is_float(n):
+            if n not in stop and rule is not None and expandable(n) and is_float(n):
+                depth += 1
+                if depth > _MAX_DEPTH:
+                    raise NotPolynomial(f"more than {_MAX_DEPTH} operations deep")
                 poly = rule(n, form)
+                depth -= 1
             memo[n] = monomial(n) if poly is None else poly
         return memo[n]
 
-    return form(node)
+    try:
+        return form(node)
+    except OverflowError:
+        raise NotPolynomial("a coefficient overflows") from None
+
+
+def is_arithmetic(node: fx.Node) -> bool:
+    """Whether ``node`` is an operation that forms look into."""
+    return node.op == "call_function" and node.target in _RULES
 
 
 def strip(node: fx.Node) -> fx.Node:
@@ -221,15 +244,17 @@ def _is(size, n: int) -> bool:
     return isinstance(size, int) and size == n
 
 
-def _is_float(node: fx.Node) -> bool:
+def is_float(node: fx.Node) -> bool:
+    """Whether ``node`` is a tensor of a dtype that is for arithmetic (float8 is for storage:
+    a cast to it is a quantization)."""
     val = node.meta.get("val")
-    return isinstance(val, torch.Tensor) and val.dtype.is_floating_point
+    return isinstance(val, torch.Tensor) and val.dtype in _FLOATS
 
 
 def _keeps_rows(node: fx.Node) -> bool:
     """Whether a cast, copy, view or expand leaves rows what they are."""
     source = node.args[0]
-    if not (isinstance(source, fx.Node) and _is_float(source) and _is_float(node)):
+    if not (isinstance(source, fx.Node) and is_float(source) and is_float(node)):
         return False
     before, after = _shape(source), _shape(node)
     if len(before) == 0:
@@ -242,6 +267,8 @@ def _keeps_rows(node: fx.Node) -> bool:
         return isinstance(before[-1], int) and _is(after[-1], before[-1])
     if node.target is aten.unsqueeze.default:
         return node.args[1] % len(after) != len(after) - 1
+    if node.target is aten.squeeze.dim:
+        return node.args[1] % len(before) != len(before) - 1
     return True
 
 
@@ -250,46 +277,62 @@ def _transparent(n, form):
 
 
 def _unsqueeze(n, form):
-    # A row reduction without keepdim, then unsqueeze(-1), is one with keepdim.
-    source = n.args[0]
-    if source.op == "call_function" and source.target in (aten.sum.dim_IntList, aten.mean.dim):
-        after = _shape(n)
-        if n.args[1] % len(after) == len(after) - 1:
+    source, dim = n.args
+    rank = len(_shape(n))
+    if dim % rank == rank - 1 and source.op == "call_function":
+        # A row reduction without keepdim, then unsqueeze(-1), is one with keepdim.
+        if source.target in (aten.sum.dim_IntList, aten.mean.dim):
             return _reduce(source, form, keepdim=True)
+        if source.target is aten.squeeze.dim and source.args[1] % rank == rank - 1:
+            before = source.args[0]
+            return form(before) if _is(_shape(before)[-1], 1) else None
     return _transparent(n, form)
 
 
 def _reduce(n, form, keepdim=None):
     source = n.args[0]
-    shape = _shape(source)
-    dims = n.args[1] if len(n.args) > 1 else None
+    width = summed_width(n)
     kept = n.args[2] if len(n.args) > 2 else n.kwargs.get("keepdim", False)
-    if dims is None or shape is None or not isinstance(shape[-1], int):
+    if width is None or not (kept or keepdim):
         return None
-    if [d % len(shape) for d in dims] != [len(shape) - 1] or not (kept or keepdim):
+    return (mean if n.target is aten.mean.dim else row_sum)(form(source), width)
+
+
+def summed_width(n) -> int | None:
+    """The width of the rows that a reduction runs over; None where it is not over rows alone."""
+    shape = _shape(n.args[0])
+    dims = n.args[1] if len(n.args) > 1 else n.kwargs.get("dim")
+    if not dims or not shape or [d % len(shape) for d in dims] != [len(shape) - 1]:
         return None
-    total = row_sum(form(source), shape[-1])
-    return total * (1.0 / shape[-1]) if n.target is aten.mean.dim else total
+    return shape[-1] if isinstance(shape[-1], int) and shape[-1] > 0 else None
 
 
 def _variance(n, form):
     """Biased variance over rows; any other correction stays an atom."""
-    shape = _shape(n.args[0])
-    dims = n.args[1] if len(n.args) > 1 else n.kwargs.get("dim")
-    if (
-        not dims
-        or n.kwargs.get("correction") != 0
-        or not n.kwargs.get("keepdim", False)
-        or [d % len(shape) for d in dims] != [len(shape) - 1]
-    ):
+    width = summed_width(n)
+    if width is None or n.kwargs.get("correction") != 0 or not n.kwargs.get("keepdim", False):
         return None
-    return variance(form(n.args[0]), shape[-1])
+    return variance(form(n.args[0]), width)
+
+
+def _var_mean(n, form):
+    source, index = n.args
+    if source.target is not aten.var_mean.correction:
+        return None
+    var = _variance(source, form)
+    if var is None or index == 0:
+        return var
+    return mean(form(source.args[0]), summed_width(source))
+
+
+def mean(p: Poly, width: int) -> Poly:
+    """The mean of ``p`` over rows of ``width``."""
+    return row_sum(p, width) * (1.0 / width)
 
 
 def variance(p: Poly, width: int) -> Poly:
     """The biased variance of ``p`` over rows of ``width``."""
-    mean = row_sum(p, width) * (1.0 / width)
-    return row_sum((p - mean) ** 2, width) * (1.0 / width)
+    return mean((p - mean(p, width)) ** 2, width)
 
 
 def _pow(n, form):
@@ -305,7 +348,9 @@ def _pow(n, form):
 
 def _add(sign):
     def rule(n, form):
-        alpha = n.kwargs.get("alpha", 1)
+        alpha = n.args[2] if len(n.args) > 2 else n.kwargs.get("alpha", 1)
+        if not isinstance(alpha, (int, float)):
+            return None
         return form(n.args[0]) + form(n.args[1]) * (sign * alpha)
 
     return rule
@@ -337,6 +382,7 @@ _TRANSPARENT = {
     aten.reshape.default,
     aten._unsafe_view.default,
     aten.unsqueeze.default,
+    aten.squeeze.dim,
 }
 
 _RULES: dict[object, Callable] = {
@@ -359,6 +405,7 @@ _RULES: dict[object, Callable] = {
     aten.sum.dim_IntList: _reduce,
     aten.mean.dim: _reduce,
     aten.var.correction: _variance,
+    operator.getitem: _var_mean,
     aten.sigmoid.default: _function("sigmoid"),
     aten.silu.default: lambda n, form: (
         form(n.args[0]) * monomial(Function("sigmoid", form(n.args[0]).canonical()))

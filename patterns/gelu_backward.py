@@ -7,7 +7,6 @@ compiler's own pointwise code, and the pattern does not fire.
 from __future__ import annotations
 
 import torch
-from torch import fx
 from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match
 
 from fusedbwd.graph import value
@@ -26,7 +25,7 @@ def _prove(match: Match) -> Rewrite:
     dx = final_cast(node)
     width = value(x).shape[-1]
     require(isinstance(width, int), f"the width of {x.name} is not static")
-    bias_sum = sum_over_rows(dx, width)
+    bias_sum = sum_over_rows(dx)
     require(bias_sum is not None, f"no bias gradient is summed from {dx.name}")
     bias_shape, bias_dtype = value(bias_sum).shape, value(bias_sum).dtype
     dtype = value(dx).dtype

@@ -84,7 +84,7 @@ def _rewrite(
     """The rewrite for operands found either way; ``to_rstd``: ``stat`` is var + eps."""
     require(supported(width), f"rows of {width} are wider than the kernel takes")
     dtype = value(dx).dtype
-    dx_sum = sum_over_rows(dx, width) if supported(width, sum_dx=True) else None
+    dx_sum = sum_over_rows(dx) if supported(width, sum_dx=True) else None
     sums = [n for n in (dw, db, dx_sum) if n is not None]
 
     def replacement(like, grad, x, mean, weight, stat, eps, residual):
@@ -96,9 +96,7 @@ def _rewrite(
         if not sums:
             d = layer_norm_backward_dx(g, x2, m, w, stat, eps, res, dtype)
             return (d.reshape(like.shape),)
-        d, *totals = layer_norm_backward(
-            g, x2, m, w, stat, eps, res, dtype, dx_sum is not None
-        )
+        d, *totals = layer_norm_backward(g, x2, m, w, stat, eps, res, dtype, dx_sum is not None)
         given = [d.reshape(like.shape)]
         for node, t in zip((dw, db, dx_sum), totals, strict=True):
             if node is not None:
@@ -113,6 +111,7 @@ PATTERN = Pattern(
     name="layer_norm_backward",
     anchors=[
         CallFunction(aten.sum.dim_IntList, Arg(), Arg(), True),
+        CallFunction(aten.mean.dim, Arg(), Arg(), True),
         CallFunctionVarArgs(aten.native_layer_norm_backward.default),
     ],
     prove=_prove,

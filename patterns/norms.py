@@ -13,7 +13,6 @@ the sum. Sums over rows of g·n (weight) and of g (bias) join the fusion.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,24 +21,27 @@ from fractions import Fraction
 import torch
 from torch import fx
 
-from fusedbwd.graph import SAVED_KEY, gradient_nodes, reachable, same_size, value
+from fusedbwd.graph import SAVED_KEY, depends_on, gradient_nodes, reachable, same_size, value
 from fusedbwd.patterns.algebra import (
     NotPolynomial,
     Poly,
     constant,
+    is_arithmetic,
+    mean,
     monomial,
     normal_form,
-    row_sum,
     strip,
+    summed_width,
     variance,
 )
 from fusedbwd.patterns.pattern import Miss, only_user, require
-from fusedbwd.patterns.walk import final_cast, same_numel
+from fusedbwd.patterns.walk import final_cast, same_numel, sums_columns
 
 aten = torch.ops.aten
 
 _SQUARES = (aten.pow.Tensor_Scalar, aten.square.default, aten.mul.Tensor)
 _PRODUCTS = (aten.mul.Tensor, aten.div.Tensor, aten.sub.Tensor, aten.neg.default)
+_MEANS = (aten.mean.dim, aten.div.Tensor, aten.mul.Tensor, operator.getitem)
 _MAX_CLIMB = 24  # nodes from a row sum up to the gradient that it belongs to
 
 
@@ -93,7 +95,7 @@ def statistics(graph: fx.Graph) -> Iterator[Statistic]:
     for node in graph.nodes:
         is_root = node.op == "call_function" and (
             node.target in (aten.rsqrt.default, aten.sqrt.default)
-            or (node.target is aten.pow.Tensor_Scalar and abs(node.args[1]) == 0.5)
+            or (node.target is aten.pow.Tensor_Scalar and node.args[1] in (0.5, -0.5))
         )
         if not is_root:
             continue
@@ -103,33 +105,34 @@ def statistics(graph: fx.Graph) -> Iterator[Statistic]:
             aten.add.Scalar,
         ):
             continue
-        a, b = shifted.args
-        var, eps = (b, a) if isinstance(a, fx.Node) and value(a).dim() == 0 else (a, b)
-        x = _input_of(var) if isinstance(var, fx.Node) else None
-        if x is not None and isinstance(value(x).shape[-1], int):
-            yield Statistic(x, var, eps, shifted)
+        a, b = shifted.args[:2]
+        for var, eps in ((a, b), (b, a)):
+            if isinstance(var, fx.Node):
+                for x in _inputs_of(var):
+                    if value(x).dim() > 0 and isinstance(value(x).shape[-1], int):
+                        yield Statistic(x, var, eps, shifted)
 
 
-def _input_of(var: fx.Node) -> fx.Node | None:
-    """x, where ``var`` looks like a mean of squares or a variance of x."""
+def _inputs_of(var: fx.Node) -> list[fx.Node]:
+    """What may be x, where ``var`` looks like a mean of squares or a variance of x."""
     node = strip(var)
     if node.op != "call_function":
-        return None
-    if node.target is operator.getitem:
+        return []
+    if node.target in (operator.getitem, aten.unsqueeze.default):
         node = node.args[0]
     if node.target in (aten.var.correction, aten.var_mean.correction):
-        return strip(node.args[0])
+        return [strip(node.args[0])]
     if node.target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar):
         node = strip(node.args[0])  # sum / N
     if node.target not in (aten.mean.dim, aten.sum.dim_IntList):
-        return None
+        return []
     square = strip(node.args[0])
     if square.op != "call_function" or square.target not in _SQUARES:
-        return None
+        return []
     x = strip(square.args[0])
     if x.op == "call_function" and x.target is aten.sub.Tensor:
-        return strip(x.args[0])
-    return x
+        return [x, strip(x.args[0])]
+    return [x]
 
 
 def prove(row_sum_node: fx.Node, *, centered: bool) -> NormBackward | None:
@@ -145,8 +148,7 @@ def prove(row_sum_node: fx.Node, *, centered: bool) -> NormBackward | None:
     Raises:
         Miss: there is a norm, but its backward is not the closed form.
     """
-    rank = value(row_sum_node.args[0]).dim()
-    if [d % rank for d in row_sum_node.args[1]] != [rank - 1] or not row_sum_node.users:
+    if summed_width(row_sum_node) is None or not row_sum_node.users:
         return None
     gradients = gradient_nodes(row_sum_node.graph)
     if row_sum_node not in gradients:
@@ -170,15 +172,11 @@ def prove(row_sum_node: fx.Node, *, centered: bool) -> NormBackward | None:
 def _is_norm(stat: Statistic, centered: bool) -> bool:
     """Whether the statistic is of the wanted kind, and exactly so."""
     x = monomial(stat.x)
-    spread = variance(x, stat.width) if centered else _mean(x**2, stat.width)
+    spread = variance(x, stat.width) if centered else mean(x**2, stat.width)
     try:
         return normal_form(stat.shifted, leaves=(stat.x,)).matches(spread + normal_form(stat.eps))
     except NotPolynomial:
         return False
-
-
-def _mean(p: Poly, width: int) -> Poly:
-    return row_sum(p, width) * (1.0 / width)
 
 
 def _factors(node: fx.Node) -> list[fx.Node]:
@@ -199,21 +197,22 @@ def _factors(node: fx.Node) -> list[fx.Node]:
 def _prove_for(node, stat, grad, factors, gradients, centered) -> NormBackward:
     width = stat.width
     inside = reachable(grad)
-    weight, offset = _weight([f for f in factors if f not in gradients], width)
+    vectors = [f for f in factors if f not in gradients and not depends_on([f], [stat.x])]
+    weight, offset = _weight(vectors, width)
     g, x = monomial(grad), monomial(stat.x)
     gw = g * (monomial(weight) + constant(offset)) if weight is not None else g
     v = normal_form(stat.shifted, leaves=(stat.x,))
-    c = x - _mean(x, width) if centered else x
-    dx = gw * v ** Fraction(-1, 2) - c * _mean(gw * c, width) * v ** Fraction(-3, 2)
+    c = x - mean(x, width) if centered else x
+    dx = gw * v ** Fraction(-1, 2) - c * mean(gw * c, width) * v ** Fraction(-3, 2)
     if centered:
-        dx = dx - _mean(gw, width) * v ** Fraction(-1, 2)
+        dx = dx - mean(gw, width) * v ** Fraction(-1, 2)
 
     def expandable(n: fx.Node) -> bool:
         return n not in gradients or n in inside
 
     require(same_numel(grad, stat.x), f"{grad.name} and {stat.x.name} differ in size")
     for top in _sums_above(node):
-        residuals = _residuals(top, inside)
+        residuals = _residuals(top, grad, inside)
         if len(residuals) > 1 or not same_numel(top, stat.x):
             continue
         if any(not same_numel(r, stat.x) for r in residuals):
@@ -230,7 +229,15 @@ def _prove_for(node, stat, grad, factors, gradients, centered) -> NormBackward:
     n = c * v ** Fraction(-1, 2)
 
     def column_sum(summand: Poly) -> fx.Node | None:
-        return _column_sum(inside, summand, (grad, stat.x), expandable, width)
+        for node in grad.graph.nodes:
+            if node in inside and sums_columns(node, grad):
+                try:
+                    form = normal_form(node.args[0], (grad, stat.x), expandable)
+                except NotPolynomial:
+                    continue
+                if form.matches(summand):
+                    return node
+        return None
 
     dw = column_sum(g * n) if weight is not None else None
     db = column_sum(g) if centered else None
@@ -253,8 +260,8 @@ def _weight(factors: list[fx.Node], width: int) -> tuple[fx.Node | None, float]:
     for v in vectors:
         form = normal_form(v)
         atoms = form.atoms()
-        if len(atoms) == 1:
-            w = next(iter(atoms))
+        w = next(iter(atoms), None)
+        if len(atoms) == 1 and isinstance(w, fx.Node) and value(w).numel() == width:
             offset = form - monomial(w)
             constants = [c for m, c in offset.terms if not m]
             if len(constants) == len(offset.terms) <= 1:
@@ -264,24 +271,23 @@ def _weight(factors: list[fx.Node], width: int) -> tuple[fx.Node | None, float]:
 
 
 def _sums_above(node: fx.Node) -> list[fx.Node]:
-    """Sums and differences that ``node`` alone flows into, the outermost first."""
-    sums = []
-    for _ in range(_MAX_CLIMB):
-        user = only_user(node)
-        if user is None or user.op != "call_function":
-            break
-        if user.target in (aten.add.Tensor, aten.sub.Tensor):
-            sums.append(user)
-        node = user
-    return sums[::-1]
+    """Sums and differences that ``node`` flows into by arithmetic, the outermost first."""
+    climbed = {node: None}
+    for n in (todo := [node]):
+        for user in n.users:
+            if user not in climbed and is_arithmetic(user) and len(climbed) < _MAX_CLIMB:
+                climbed[user] = None
+                todo.append(user)
+    return [n for n in reversed(climbed) if n.target in (aten.add.Tensor, aten.sub.Tensor)]
 
 
-def _residuals(top: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
-    """Terms of the sum ``top`` that do not come from the norm's gradient."""
+def _residuals(top: fx.Node, grad: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
+    """Terms of the sum ``top`` that do not come through the norm: its gradient itself
+    (``x + norm(x)``), and what has nothing to do with it."""
     terms, todo = [], [top]
     while todo:
         node = strip(todo.pop())
-        if node not in inside:
+        if node is grad or node not in inside:
             terms.append(node)
         elif node.op == "call_function" and node.target is aten.add.Tensor:
             if node.kwargs.get("alpha", 1) != 1:
@@ -290,38 +296,20 @@ def _residuals(top: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
     return terms
 
 
-def _column_sum(inside, summand: Poly, leaves, expandable, width: int) -> fx.Node | None:
-    """A sum over all rows of ``summand`` among the nodes ``inside``."""
-    for node in inside:
-        if node.op != "call_function" or node.target is not aten.sum.dim_IntList:
-            continue
-        source = node.args[0]
-        rank = value(source).dim()
-        dims = sorted(d % rank for d in node.args[1])
-        if dims != list(range(rank - 1)) or value(source).shape[-1] != width:
-            continue
-        try:
-            form = normal_form(source, leaves, expandable)
-        except NotPolynomial:
-            continue
-        if form.matches(summand) and math.prod(value(node).shape) == width:
-            return node
-    return None
-
-
 # --- what the two norm patterns need to build their operands
 
 
 def statistic_operands(stat: Statistic) -> tuple[fx.Node, fx.Node | None]:
     """What the kernel's 1/sqrt comes from: (var, eps) for an eps that is a tensor, so that a
     given variance is used as it is; else (var + eps, None), and the rewrite takes 1/sqrt."""
-    return (stat.var, stat.eps) if isinstance(stat.eps, fx.Node) else (stat.shifted, None)
+    is_number = isinstance(stat.eps, fx.Node) and value(stat.eps).dim() == 0
+    return (stat.var, stat.eps) if is_number else (stat.shifted, None)
 
 
 def saved_normalized(stat: Statistic, *, centered: bool) -> fx.Node | None:
     """The normalized tensor, where the schema saves it."""
     x = monomial(stat.x)
-    c = x - _mean(x, stat.width) if centered else x
+    c = x - mean(x, stat.width) if centered else x
     wanted = c * normal_form(stat.shifted, leaves=(stat.x,)) ** Fraction(-1, 2)
     for node in stat.x.graph.nodes:
         if node.meta.get(SAVED_KEY) and same_size(value(node).shape, value(stat.x).shape):
@@ -335,15 +323,15 @@ def saved_normalized(stat: Statistic, *, centered: bool) -> fx.Node | None:
 
 def mean_of(stat: Statistic) -> fx.Node:
     """The forward's mean over rows of the norm's input."""
-    wanted = _mean(monomial(stat.x), stat.width)
+    wanted = mean(monomial(stat.x), stat.width)
     for node in stat.x.graph.nodes:
-        if (
-            node.op == "call_function"
-            and node.target in (aten.mean.dim, aten.div.Tensor, aten.mul.Tensor, operator.getitem)
-            and isinstance(value(node), torch.Tensor)
-            and normal_form(node, leaves=(stat.x,)).matches(wanted)
-        ):
-            return node
+        if node.op != "call_function" or node.target not in _MEANS:
+            continue
+        try:
+            if normal_form(node, leaves=(stat.x,)).matches(wanted):
+                return node
+        except NotPolynomial:
+            continue
     raise Miss(f"the mean of {stat.x.name} is not in the forward")
 
 

@@ -41,13 +41,14 @@ class Pattern:
     Attributes:
         name: also the name of its switch in :class:`fusedbwd.Config`.
         anchors: what the pattern matcher looks for, usually a single backward op.
-        prove: gets the match; returns the rewrite, or raises :class:`Miss`. It may walk
+        prove: gets the match; returns the rewrite, raises :class:`Miss` where it nearly is
+            one, or returns None where the anchor is something else altogether. It may walk
             further through the graph from the matched node.
     """
 
     name: str
     anchors: Sequence[PatternExpr]
-    prove: Callable[[Match], Rewrite]
+    prove: Callable[[Match], Rewrite | None]
 
 
 def only_user(node: fx.Node) -> fx.Node | None:

@@ -90,6 +90,7 @@ PATTERN = Pattern(
     name="rms_norm_backward",
     anchors=[
         CallFunction(aten.sum.dim_IntList, Arg(), Arg(), True),
+        CallFunction(aten.mean.dim, Arg(), Arg(), True),
         CallFunctionVarArgs(aten._fused_rms_norm_backward.default),
     ],
     prove=_prove,

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from fusedbwd.graph import same_size, value
-from fusedbwd.patterns.algebra import strip
+from fusedbwd.patterns.algebra import is_float, strip
 from fusedbwd.patterns.pattern import Miss, only_user
 
 aten = torch.ops.aten
@@ -37,9 +37,8 @@ def pointwise_users(node: fx.Node) -> Iterator[fx.Node]:
 def final_cast(node: fx.Node) -> fx.Node:
     """The cast that alone uses ``node``, when there is one, else ``node``: where it is rounded."""
     user = only_user(node)
-    if user is not None and user.op == "call_function" and user.target in _CASTS:
-        return user
-    return node
+    is_cast = user is not None and user.op == "call_function" and user.target in _CASTS
+    return user if is_cast and is_float(user) else node
 
 
 def shaped_like(node: fx.Node, sources: Iterable[fx.Node]) -> fx.Node:
@@ -60,20 +59,35 @@ def shaped_like(node: fx.Node, sources: Iterable[fx.Node]) -> fx.Node:
 def same_numel(a: fx.Node, b: fx.Node) -> bool:
     """Whether two tensors provably have equally many elements and equal rows."""
     va, vb = value(a), value(b)
-    return va.dim() > 0 and va.shape[-1] == vb.shape[-1] and same_size((va.numel(),), (vb.numel(),))
+    return (
+        va.dim() > 0
+        and vb.dim() > 0
+        and same_size((va.shape[-1], va.numel()), (vb.shape[-1], vb.numel()))
+    )
 
 
-def sum_over_rows(dx: fx.Node, width: int) -> fx.Node | None:
+def sums_columns(node: fx.Node, rows_of: fx.Node) -> bool:
+    """Whether ``node`` is a sum over all rows, of as many rows as ``rows_of`` has: a gradient
+    that was expanded before it was summed would count more than once."""
+    if node.target is not aten.sum.dim_IntList:
+        return False
+    source, dims = node.args[:2]
+    rank = value(source).dim()
+    return (
+        rank > 1
+        and sorted(d % rank for d in dims or ()) == list(range(rank - 1))
+        and same_numel(source, rows_of)
+    )
+
+
+def sum_over_rows(dx: fx.Node) -> fx.Node | None:
     """The sum of ``dx`` over all rows, behind views."""
     todo = [dx]
     while todo:
         node = todo.pop()
         for user in node.users:
-            if user.target is aten.sum.dim_IntList:
-                rank = value(node).dim()
-                dims = sorted(d % rank for d in user.args[1])
-                if dims == list(range(rank - 1)) and value(node).shape[-1] == width:
-                    return user
-            elif strip(user) is strip(dx):
+            if sums_columns(user, dx):
+                return user
+            if strip(user) is strip(dx):
                 todo.append(user)
     return None

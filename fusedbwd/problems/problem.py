@@ -97,7 +97,7 @@ def record_inputs(
     Raises:
         SchemaError: the schema names an argument, parameter or tag that is not there.
     """
-    with torch.no_grad(), collect() as tagged:
+    with torch.no_grad(), collect(module) as tagged:
         output = module(**arguments)
     grad = torch.randn(
         output.shape,

@@ -1,0 +1,78 @@
+"""The generated documentation is current, and the written one names what there is."""
+
+import dataclasses
+import re
+import runpy
+from pathlib import Path
+
+import torch
+
+import fusedbwd
+from fusedbwd.numerics import relative_l2
+from fusedbwd.patterns import PATTERNS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_saved_tensors_is_current():
+    script = runpy.run_path(str(ROOT / "scripts" / "write_docs.py"))
+    assert script["main"](["--check"]) == 0
+
+
+def test_a_stale_file_is_noticed(tmp_path, capsys):
+    script = runpy.run_path(str(ROOT / "scripts" / "write_docs.py"))
+    main = script["main"]
+    main.__globals__["FILE"] = tmp_path / "saved-tensors.md"
+    assert main(["--check"]) == 1
+    assert main([]) == 0
+    assert main(["--check"]) == 0
+    (tmp_path / "saved-tensors.md").write_text("old")
+    assert main(["--check"]) == 1
+    assert "stale" in capsys.readouterr().err
+
+
+def test_every_fusion_has_a_row_a_section_and_a_switch():
+    text = (ROOT / "docs" / "fusions.md").read_text()
+    names = [p.name for p in PATTERNS]
+    assert re.findall(r"^\| \[`(\w+)`\]", text, re.MULTILINE) == names
+    assert re.findall(r"^## `(\w+)`", text, re.MULTILINE) == names
+    switches = {f.name for f in dataclasses.fields(fusedbwd.Config)}
+    assert set(names) <= switches
+
+
+def test_links_lead_somewhere():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_scripts_and_api_that_the_pages_name_exist():
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        text = page.read_text()
+        for script in re.findall(r"scripts/(\w+\.\w+)", text):
+            assert (ROOT / "scripts" / script).exists(), f"{page.name}: {script}"
+        for name in re.findall(r"fusedbwd\.(\w+)\(", text):
+            assert hasattr(fusedbwd, name), f"{page.name}: fusedbwd.{name}"
+        for module in re.findall(r"`((?:fusedbwd|patterns)/[\w/]+\.py)`", text):
+            assert (ROOT / module).exists(), f"{page.name}: {module}"
+
+
+def test_readme_code_runs(device):
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    names: dict = {}
+    with torch.device(device):
+        for block in blocks:
+            exec(block, names)
+    fused = fusedbwd.report(names["block"]).counts()
+    assert fused == {"gelu_backward": 1, "layer_norm_backward": 1}
+    fused = names["bwd"].report.counts()
+    assert fused == {"swiglu_backward": 1, "rms_norm_backward": 1}
+    y = names["swiglu"](names["x"].requires_grad_())
+    (expected,) = torch.autograd.grad(y.sum(), names["x"])
+    assert relative_l2(names["gradients"].grad_x, expected) < 1e-5
+
+
+def test_design_is_short():
+    assert len((ROOT / "docs" / "design.md").read_text().splitlines()) <= 150
