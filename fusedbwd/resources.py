@@ -25,11 +25,11 @@ from fusedbwd.kernels._op import Launch, record_launches
 from fusedbwd.kernels.gelu import gelu_backward_launch
 from fusedbwd.kernels.layer_norm import layer_norm_backward_dx_launch, layer_norm_backward_launch
 from fusedbwd.kernels.matmul_gelu import matmul_gelu_backward_launch
+from fusedbwd.kernels.matmul_sum import sum_matmul_launch
 from fusedbwd.kernels.matmul_swiglu import matmul_swiglu_backward_launch
+from fusedbwd.kernels.matmul_weight_grad import weight_grad_launch
 from fusedbwd.kernels.rms_norm import rms_norm_backward_dx_launch, rms_norm_backward_launch
-from fusedbwd.kernels.sum_matmul import sum_matmul_launch
 from fusedbwd.kernels.swiglu import swiglu_backward_launch
-from fusedbwd.kernels.weight_grad import weight_grad_launch
 
 TARGETS = {"sm_90": 90, "sm_100": 100}
 """Compute capability of each target: Hopper (H100, H200) and Blackwell (B200)."""
@@ -149,7 +149,8 @@ def shipped() -> list[tuple[str, Callable, tuple]]:
     """The fused ops at the two reference problems' dimensions: name, launcher, arguments.
 
     Decoder: bfloat16, hidden 5120, intermediate 14336. FFN: float32, hidden 512,
-    intermediate 2048; its matmuls in bfloat16. The number of tokens only matters to Triton by being a multiple of 16.
+    intermediate 2048; its matmuls in bfloat16. The number of tokens only matters to Triton by
+    being a multiple of 16.
     """
     tokens, bf16, fp32 = 4096, torch.bfloat16, torch.float32
 

@@ -303,7 +303,7 @@ def join(
     tile: MatmulTile,
 ) -> None:
     """Adds up the shares of every split tile, in a fixed order, into its place in ``out``."""
-    strip = min(tile.rows, 16)
+    strip = min(tile.rows, 4096 // tile.columns)
     programs = partial.shape[0]
     # A tile is split only if two programs or more are there for each that is left over.
     launch(_join_kernel, (programs // 2, tile.rows // strip))(

@@ -4,7 +4,7 @@ from checks import assert_right, run
 from matmul_checks import TILE, columns, draw, over_dtypes, over_tokens, tile_for
 
 from fusedbwd.errors import UnsupportedError
-from fusedbwd.kernels.sum_matmul import (
+from fusedbwd.kernels.matmul_sum import (
     sum_matmul_fused,
     sum_matmul_launch,
     sum_matmul_reference,

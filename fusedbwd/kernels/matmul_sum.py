@@ -30,7 +30,7 @@ from fusedbwd.kernels._op import define_op, launch
 from fusedbwd.kernels._tiles import accumulation_dtype, row_stride, unit_stride
 
 MAX_PAIRS = 3
-TILE = MatmulTile(128, 256, 64, stages=3, warps=8, subtiles=4, split=True)
+TILE = MatmulTile(128, 128, 64, stages=5, warps=8, subtiles=2, split=True)
 
 
 def sum_matmul_reference(
