@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from fusedbwd.kernels._op import define_op, launch, next_power_of_2, sm_count
+from fusedbwd.kernels._partials import sum_partials
 from fusedbwd.kernels._tiles import accumulation_dtype, unit_stride
 
 
@@ -117,7 +118,7 @@ def gelu_backward_launch(
         COLUMNS=columns,
         num_warps=4,
     )
-    return dx, partial.sum(0)
+    return dx, sum_partials(partial.unsqueeze(1))[0]
 
 
 def _fake(grad, x, approximate):
