@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from fusedbwd.kernels._op import define_op, launch, next_power_of_2, sm_count
+from fusedbwd.kernels._partials import sum_partials
 from fusedbwd.kernels._tiles import accumulation_dtype, unit_stride
 
 
@@ -35,10 +36,12 @@ def gelu_backward_reference(
     g, x_wide = grad.to(wide), x.to(wide)
     if approximate == "tanh":
         scale, cubic = math.sqrt(2 / math.pi), 0.044715
-        s = torch.sigmoid(2 * scale * (x_wide + cubic * x_wide**3))
-        # s * (1 - s) is zero long before |x| = 100; unclamped, x^2 could overflow: 0 * inf.
+        u = scale * (x_wide + cubic * x_wide**3)
+        s = torch.sigmoid(2 * u)
+        # The spread is zero long before |x| = 100; unclamped, x^2 could overflow: 0 * inf.
         near = x_wide.clamp(-100, 100)
-        slope = s + 2 * near * s * (1 - s) * scale * (1 + 3 * cubic * near**2)
+        spread = s * torch.sigmoid(-2 * u)  # s * (1 - s), also where s rounds to 1
+        slope = s + 2 * near * spread * scale * (1 + 3 * cubic * near**2)
     else:
         phi = 0.5 * (1 + torch.erf(x_wide * math.sqrt(0.5)))
         slope = phi + x_wide * torch.exp(-0.5 * x_wide**2) / math.sqrt(2 * math.pi)
@@ -123,7 +126,7 @@ def gelu_backward_launch(
         COLUMNS=columns,
         num_warps=4,
     )
-    return dx, partial.sum(0)
+    return dx, sum_partials(partial.unsqueeze(1))[0]
 
 
 def _fake(grad, x, approximate):

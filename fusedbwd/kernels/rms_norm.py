@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from fusedbwd.kernels._op import define_op, launch
+from fusedbwd.kernels._partials import sum_partials
 from fusedbwd.kernels._tiles import (
     accumulation_dtype,
     max_norm_width,
@@ -190,7 +191,7 @@ def rms_norm_backward_launch(
     programs = norm_tile(width, _SUMS).programs(x.device)
     partial = x.new_empty((programs, width), dtype=torch.float32)
     dx = _launch(grad, x, weight, stat, eps, x_hat, residual, weight_offset, out_dtype, partial)
-    return dx, partial.sum(0)
+    return dx, sum_partials(partial.unsqueeze(1))[0]
 
 
 def rms_norm_backward_dx_launch(
