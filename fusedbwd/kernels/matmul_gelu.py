@@ -16,6 +16,7 @@ from fusedbwd.kernels._matmul import (
     takes,
 )
 from fusedbwd.kernels._op import define_op, launch
+from fusedbwd.kernels._partials import sum_partials
 from fusedbwd.kernels._tiles import accumulation_dtype, unit_stride
 from fusedbwd.kernels.gelu import gelu_backward_launch, gelu_backward_reference, gelu_slope
 
@@ -112,7 +113,7 @@ def matmul_gelu_backward_fused(
     tokens, width = x.shape
     dx = x.new_empty((tokens, width), dtype=grad.dtype)
     blocks = (tokens + tile.rows - 1) // tile.rows
-    partial = x.new_empty((blocks, width), dtype=torch.float32)
+    partial = x.new_empty((blocks, 1, width), dtype=torch.float32)
     launch(_matmul_gelu_kernel, (tile.programs(x.device),))(
         grad,
         weight,
@@ -137,7 +138,7 @@ def matmul_gelu_backward_fused(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return dx, partial.sum(0)
+    return dx, sum_partials(partial)[0]
 
 
 def matmul_gelu_backward_launch(grad, weight, x, approximate) -> tuple[torch.Tensor, torch.Tensor]:
