@@ -152,6 +152,11 @@ class ExportedBackward:
             for v in self._variants
         ]
 
+    @property
+    def unread(self) -> set[str]:
+        """The names of the inputs that no compiled variant reads."""
+        return set.intersection(*(v.unread for v in self._variants))
+
     def kernels(self) -> list[str]:
         """The generated source of each variant: Inductor's wrapper with the kernels in it."""
         return [v.compiled.source for v in self._variants]

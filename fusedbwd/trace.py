@@ -70,6 +70,7 @@ class JointGraph:
         ]
 
 
+@torch.inference_mode(False)  # the caller's modes are not the module's
 def trace_joint(
     module: nn.Module,
     schema: Schema,
@@ -142,6 +143,7 @@ def trace_joint(
     primals = (*params.values(), *arguments.values(), *scalars.values())
     with (
         _TRACE_LOCK,
+        torch.autocast(device.type, enabled=False),
         torch.enable_grad(),
         torch._guards.tracing(torch._guards.TracingContext(fake_mode)),
         contextlib.ExitStack() as stack,
@@ -184,6 +186,12 @@ def _joint_graph(gm, schema, names, tags, sizes, fake_mode) -> JointGraph:
     for g in schema.outputs:
         if grads[g.of] is None:
             raise SchemaError(f"{schema.name}: the output does not depend on {g.of!r}")
+        shape = tuple(grads[g.of].meta["val"].shape)
+        if shape != resolve(g.shape, sizes):
+            raise SchemaError(
+                f"{schema.name}: {g.name!r} is declared {list(g.shape)}, "
+                f"but the gradient of {g.of!r} is {list(shape)}"
+            )
     output.args = ((*(grads[g.of] for g in schema.outputs), *saved),)
     compat.drop_asserts(gm.graph)
     gm.graph.eliminate_dead_code()

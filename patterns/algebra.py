@@ -24,6 +24,7 @@ import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TypeAlias
 
 import torch
 from torch import fx
@@ -63,7 +64,7 @@ class Function:
     of: Poly
 
 
-Atom = fx.Node | RowSum | Base | Function
+Atom: TypeAlias = fx.Node | RowSum | Base | Function
 Monomial = frozenset  # of (Atom, Fraction) pairs: a product of powers
 
 

@@ -143,7 +143,7 @@ def test_gradient_expanded_before_it_is_summed(check):
     """Each row counts four times in b's gradient: the kernel's own sum is not it."""
 
     def fn(x, y, b):
-        return F.gelu((x + (y + b).sum(0)))
+        return F.gelu(x + (y + b).sum(0))
 
     check(fn, arguments_of(fn, y=(4, "b", "s", WIDTH)), dynamic=True, fires=0)
 
