@@ -165,9 +165,10 @@ def _launch(grad_out, probs, q, k, v, tables, scale, causal, outputs, tile) -> N
     if probs.dtype == q.dtype:
         misaligned = sum(n % 8 for n in (seq, probs.storage_offset(), *probs.stride()[:3]))
     copies = (misaligned + 34) // 35  # 0 or 1: each remainder is at most 7
-    copy = q.new_empty((copies * batch, heads, seq, padded))
-    dscores = q.new_empty((batch, heads, seq, padded))
-    ends = q.new_empty((batch, heads // tile.heads, row_blocks), dtype=torch.int32)
+    # One-dimensional and never empty, so that no size of theirs is asked for being 0 or 1.
+    elements = batch * heads * seq * padded
+    copy, dscores = q.new_empty((copies * elements + 8,)), q.new_empty((elements + 8,))
+    ends = q.new_empty((batch * heads * row_blocks + 8,), dtype=torch.int32)
     needs_nothing = causal and isinstance(misaligned, int) and misaligned == 0
     if not needs_nothing:
         launch(prepare_kernel, (heads // tile.heads, row_blocks, batch))(

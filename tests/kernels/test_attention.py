@@ -16,6 +16,7 @@ from fusedbwd.kernels.attention import (
 
 SCALE = 0.3
 SMALL = AttentionTile(1, 16, 16, 4, 2, 32, 16, 4, 2)
+WIDE = AttentionTile(1, 64, 64, 4, 2, 128, 64, 4, 2)
 # batch, heads, kv heads, S, D
 SIZES = [
     (2, 2, 2, 17, 16),
@@ -131,29 +132,25 @@ def test_rope_kernel(batch, heads, kv_heads, seq, dim, table_batch, dtype, devic
     )
 
 
-@pytest.mark.parametrize("seq", [40, 45])
+@pytest.mark.parametrize("seq", [136, 141])
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("mask", ["none", "causal", "window", "ragged", "one", "all"])
 def test_any_mask(mask, heads, seq, device):
     """Several tiles each way: what the bounds skip is zero, and all else is read."""
     grad, probs, q, k, v = draw(2, 4, 2, seq, 16, torch.float32, device, "none")
     row, column = torch.arange(seq, device=device)[:, None], torch.arange(seq, device=device)
+    # Ends that fall as rows go down, and that differ between heads and batch entries.
+    ends = torch.tensor([136, 3, 17, 0, 1, 70, 64, 8], device=device).reshape(2, 4, 1, 1)
     keep = {
         "none": row >= 0,
         "causal": row >= column,
         "window": (row >= column) & (row < column + 5),
-        # Ends that fall as rows go down, and that differ between heads and batch entries.
-        "ragged": column < torch.tensor([40, 3, 17, 0, 1, 33, 20, 8], device=device)
-        .reshape(2, 4, 1, 1) * (row < 20) + (row >= 36),
+        "ragged": column < torch.where(row < 70, ends, torch.where(row < 130, 0, 5)),
         "one": (row == seq - 1) & (column == 0),
         "all": row < 0,
-    }[mask]  # fmt: skip
-    probs = probs * keep
-    tile = SMALL._replace(heads=heads)
-    args = (grad, probs, q, k, v)
-    actual = run(lambda *a: attention_backward_launch(*a, tile), *args, SCALE, False)
-    wide = attention_backward_reference(*cast(args, torch.float64), SCALE, False)
-    assert_right(actual, wide, eager(*args), torch.float32)
+    }[mask]
+    args = (grad, probs * keep, q, k, v)
+    check(args, torch.float32, causal=False, tile=WIDE._replace(heads=heads))
 
 
 @pytest.mark.parametrize("seq", [72, 75])
