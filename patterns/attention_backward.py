@@ -6,6 +6,9 @@ their groups or not. With ``dP = dO·Vᵀ``::
     dS = P·(dP − rowsum(dP·P))·scale        dq = dS·K      dk = Σ_group dSᵀ·Q      dv = Σ_group Pᵀ·dO
 
 P is read as it was given to ``P·V``, whatever mask made it; nothing is recomputed from q and k.
+Where the softmax is wider than that (float32, then rounded), autograd reads the wide one, and the
+rewrite would lose accuracy: it is made only if the schema saves the rounded P, and so asks for it.
+
 Where dq and dk then go back through RoPE (:mod:`fusedbwd.patterns.rope`) and all three are
 flattened to [tokens, heads·D], as projections want them, that joins the fusion: the three are
 written side by side into one packed buffer.
@@ -20,7 +23,7 @@ import torch
 from torch import fx
 from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match
 
-from fusedbwd.graph import same_size, value
+from fusedbwd.graph import SAVED_KEY, same_size, value
 from fusedbwd.kernels import attention_backward, attention_rope_backward
 from fusedbwd.kernels.attention import supported
 from fusedbwd.patterns.pattern import Miss, Pattern, Rewrite, only_user, require
@@ -114,11 +117,13 @@ def _values_matmul(d_probs: fx.Node, softmax: fx.Node) -> tuple[fx.Node, fx.Node
     require(product is not None, f"{d_probs.name} is not a batched matmul")
     (d_out, d_out_t), (v, v_t) = map(_heads, product.args)
     require(not d_out_t and v_t, f"{product.name} is not dO times V transposed")
-    rounded = [softmax, *(u for u in softmax.users if u.target is _CAST)]
-    for probs in rounded:
-        if value(probs).dtype == value(d_out).dtype:
+    dtype = value(d_out).dtype
+    if value(softmax).dtype == dtype:
+        return d_out, v, softmax
+    for probs in softmax.users:
+        if probs.target is _CAST and value(probs).dtype == dtype and SAVED_KEY in probs.meta:
             return d_out, v, probs
-    raise Miss(f"{softmax.name} is not used in the dtype of {d_out.name}")
+    raise Miss(f"{softmax.name} is {value(softmax).dtype}, and no {dtype} form of it is saved")
 
 
 def _scaled(node: fx.Node) -> tuple[fx.Node, float]:
