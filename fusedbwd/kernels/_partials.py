@@ -34,10 +34,14 @@ def _sum_partials_kernel(
     total = tl.sum(total, 0, keep_dims=True)
     if which == 0:
         tl.store(first_ptr + column, total, in_width)
-    if which == 1:
-        tl.store(second_ptr + column, total, in_width)
-    if which == 2:
-        tl.store(third_ptr + column, total, in_width)
+    # No store at all to a sum that is not there: torch would take it for a write to what stands
+    # in for it, and copy that first.
+    if SUMS > 1:  # noqa: SIM102
+        if which == 1:
+            tl.store(second_ptr + column, total, in_width)
+    if SUMS > 2:  # noqa: SIM102
+        if which == 2:
+            tl.store(third_ptr + column, total, in_width)
 
 
 def sum_partials(partial: torch.Tensor) -> list[torch.Tensor]:
