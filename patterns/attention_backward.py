@@ -3,7 +3,8 @@
 Forward ``O = P·V`` with ``P = softmax(scale·(Q·Kᵀ) + mask)``, the heads of k and v repeated for
 their groups or not. With ``dP = dO·Vᵀ``::
 
-    dS = P·(dP − rowsum(dP·P))·scale        dq = dS·K      dk = Σ_group dSᵀ·Q      dv = Σ_group Pᵀ·dO
+    dS = P·(dP − rowsum(dP·P))·scale
+    dq = dS·K    dk = Σ_group dSᵀ·Q    dv = Σ_group Pᵀ·dO
 
 P is read as it was given to ``P·V``, whatever mask made it; nothing is recomputed from q and k.
 Where the softmax is wider than that (float32, then rounded), autograd reads the wide one, and the
@@ -114,7 +115,6 @@ def _flattened(node: fx.Node) -> fx.Node | None:
 def _values_matmul(d_probs: fx.Node, softmax: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     """dO, V and the rounded P, from ``d_probs = dO·Vᵀ``."""
     product = _rounded_product(d_probs)
-    require(product is not None, f"{d_probs.name} is not a batched matmul")
     (d_out, d_out_t), (v, v_t) = map(_heads, product.args)
     require(not d_out_t and v_t, f"{product.name} is not dO times V transposed")
     dtype = value(d_out).dtype
@@ -160,7 +160,7 @@ def _scores_matmul(d_scores: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Nod
 
 
 def _matmul(graph: fx.Graph, left: tuple, right: tuple) -> fx.Node | None:
-    """The [B, N, ·, ·] result of the batched matmul of ``left`` and ``right`` (node, transposed)."""
+    """The 4-d result of the batched matmul of ``left`` and ``right``: (node, transposed) each."""
     for product in graph.find_nodes(op="call_function", target=aten.bmm.default):
         if _heads(product.args[0]) == left and _heads(product.args[1]) == right:
             return _result(product, transposed=False)
@@ -190,35 +190,33 @@ def _heads(node: fx.Node) -> tuple[fx.Node, bool]:
     return node, transposed
 
 
-def _rounded_product(node: fx.Node) -> fx.Node | None:
+def _rounded_product(node: fx.Node) -> fx.Node:
     """The bmm behind views and casts."""
-    while node.op == "call_function" and node.target in (*_VIEWS, _CAST):
-        node = node.args[0]
-    return node if node.op == "call_function" and node.target is aten.bmm.default else None
+    product = node
+    while product.op == "call_function" and product.target in (*_VIEWS, _CAST):
+        product = product.args[0]
+    if product.op != "call_function" or product.target is not aten.bmm.default:
+        raise Miss(f"{node.name} is not a batched matmul")
+    return product
 
 
 def _result(product: fx.Node, *, transposed: bool) -> fx.Node:
     """The [B, N, M, K] node that a bmm's result is used as."""
     node = only_user(product)
-    require(
-        node is not None and node.target in _VIEWS and value(node).dim() == 4,
-        f"{product.name} is not used as [batch, heads, ., .] alone",
-    )
-    if transposed:
-        node = only_user(node)
-        require(
-            node is not None
-            and node.target is aten.permute.default
-            and list(node.args[1]) == [0, 1, 3, 2],
-            f"{product.name} is not transposed back",
-        )
-    return node
+    if node is None or node.target not in _VIEWS or value(node).dim() != 4:
+        raise Miss(f"{product.name} is not used as [batch, heads, ., .] alone")
+    if not transposed:
+        return node
+    back = only_user(node)
+    if back is None or back.target is not aten.permute.default or back.args[1] != [0, 1, 3, 2]:
+        raise Miss(f"{product.name} is not transposed back")
+    return back
 
 
 def _unrepeated(node: fx.Node) -> tuple[fx.Node, int]:
     """[B, K, S, D] and the group size, behind ``unsqueeze(2).expand(…).reshape(…)``."""
     inner = node
-    steps = []
+    steps: list[fx.Node] = []
     while inner.op == "call_function" and len(steps) < 4:
         steps.append(inner)
         if inner.target is aten.unsqueeze.default:
@@ -233,32 +231,37 @@ def _unrepeated(node: fx.Node) -> tuple[fx.Node, int]:
         and steps[-1].args[1] == 2
         and len(shapes[-1]) == 5
         and isinstance(shapes[-2][2], int)
+        and same_size(value(node).shape, _merged(shapes[-2]))
     ):
         return steps[-1].args[0], shapes[-2][2]
     return node, 1
+
+
+def _merged(shape) -> tuple:
+    """[B, K, G, S, D] as [B, K·G, S, D]."""
+    batch, heads, group, seq, head_dim = shape
+    return batch, heads * group, seq, head_dim
 
 
 def _group_sum(node: fx.Node, group: int) -> fx.Node:
     """The gradient of the un-repeated heads, from that of the repeated ones."""
     if group == 1:
         return node
+    batch, heads, seq, head_dim = value(node).shape
     view = only_user(node)
-    summed = view and only_user(view)
-    require(
-        summed is not None
-        and view.target in _VIEWS
-        and value(view).dim() == 5
-        and value(view).shape[2] == group
-        and summed.target is aten.sum.dim_IntList
-        and [d % 5 for d in summed.args[1]] == [2],
-        f"{node.name} is not summed over groups of {group} heads",
-    )
+    summed = only_user(view) if view is not None and view.target in _VIEWS else None
+    if (
+        summed is None
+        or not same_size(value(view).shape, (batch, heads // group, group, seq, head_dim))
+        or summed.target is not aten.sum.dim_IntList
+        or [d % 5 for d in summed.args[1]] != [2]
+    ):
+        raise Miss(f"{node.name} is not summed over groups of {group} heads")
     if value(summed).dim() == 5:
-        summed = only_user(summed)
-        require(
-            summed is not None and value(summed).dim() == 4,
-            f"the group sum of {node.name} keeps a dimension",
-        )
+        squeezed = only_user(summed)
+        if squeezed is None or squeezed.target not in (*_VIEWS, aten.squeeze.dim):
+            raise Miss(f"the group sum of {node.name} keeps a dimension")
+        return squeezed
     return summed
 
 

@@ -47,7 +47,7 @@ def rotation_of(dy: fx.Node) -> Rotation | None:
             continue
         if len(halves) != 2:
             continue
-        tables = {node for p in halves for node, _ in p.atoms()} - {dy}
+        tables = {a[0] for p in halves for a in p.atoms() if isinstance(a, tuple)} - {dy}
         if len(tables) != 2:
             continue
         for cos, sin in (tuple(tables), tuple(tables)[::-1]):
