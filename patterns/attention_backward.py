@@ -54,16 +54,22 @@ def _prove(match: Match) -> Rewrite:
     v, v_group = _unrepeated(v)
     require(group == v_group, f"{k.name} is repeated {group} times, {v.name} {v_group} times")
     dk, dv = _group_sum(dk, group), _group_sum(dv, group)
-    for grad, of in ((dq, q), (dk, k), (dv, v)):
-        require(
-            same_size(value(grad).shape, value(of).shape),
-            f"{grad.name} is {list(value(grad).shape)}, {of.name} {list(value(of).shape)}",
-        )
+    batch, heads, seq, head_dim = value(q).shape
+    kv_shape = (batch, heads // group, seq, head_dim)
+    for nodes, shape in (
+        ((probs,), (batch, heads, seq, seq)),
+        ((q, d_out, dq), (batch, heads, seq, head_dim)),
+        ((k, v, dk, dv), kv_shape),
+    ):
+        for n in nodes:
+            require(
+                same_size(value(n).shape, shape),
+                f"{n.name} is {list(value(n).shape)}, self-attention has {list(shape)}",
+            )
     dtypes = {value(n).dtype for n in (d_out, probs, q, k, v, dq, dk, dv)}
     require(len(dtypes) == 1, f"the operands of the attention at {node.name} differ: {dtypes}")
     (dtype,) = dtypes
     require(dtype.itemsize == 2, f"{dtype} is left to the library's matmuls")
-    head_dim = value(q).shape[-1]
     require(isinstance(head_dim, int) and supported(head_dim), f"head_dim {head_dim}")
 
     operands = (d_out, probs, q, k, v)

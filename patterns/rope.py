@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fusedbwd.graph import reachable, value
+from fusedbwd.graph import reachable, same_size, value
 from fusedbwd.patterns.algebra import NotPolynomial, Poly, constant, monomial
 from fusedbwd.patterns.pattern import only_user
 
@@ -89,7 +89,7 @@ def _halves(node, dy: fx.Node, inside: set[fx.Node]) -> tuple[Poly, ...]:
     if not isinstance(node, fx.Node) or node.op == "output":
         raise NotPolynomial(str(node))
     if node not in inside:
-        return _outside(node, value(dy).shape[-1])
+        return _outside(node, value(dy))
 
     def of(n) -> tuple[Poly, ...]:
         return _halves(n, dy, inside)
@@ -106,8 +106,9 @@ def _halves(node, dy: fx.Node, inside: set[fx.Node]) -> tuple[Poly, ...]:
         if len(parts) == 2 and all(len(p) == 1 for p in parts):
             return parts[0] + parts[1]
     if node.target is aten.slice.Tensor:
-        half = _half_of(node.args[1:], last, value(node.args[0]).shape[-1])
-        return (of(node.args[0])[half],)
+        whole = of(node.args[0])
+        if len(whole) == 2:
+            return (whole[_half_of(node.args[1:], last, value(node.args[0]).shape[-1])],)
     if node.target is aten.slice_scatter.default:
         base, source = of(node.args[0]), of(node.args[1])
         half = _half_of(node.args[2:], last, value(node).shape[-1])
@@ -116,19 +117,22 @@ def _halves(node, dy: fx.Node, inside: set[fx.Node]) -> tuple[Poly, ...]:
     raise NotPolynomial(node.name)
 
 
-def _outside(node: fx.Node, width: int) -> tuple[Poly, ...]:
-    """A table, or zeros."""
-    if node.target in (aten.full.default, aten.zeros.default) and (
-        node.target is aten.zeros.default or node.args[1] == 0
-    ):
+def _outside(node: fx.Node, like: torch.Tensor) -> tuple[Poly, ...]:
+    """A table, used as [B or 1, 1, S, D], or zeros."""
+    shape = value(node).shape
+    if node.target is aten.full.default and node.args[1] == 0:
         zero = constant(0.0)
-        return (zero, zero) if value(node).shape[-1] == width else (zero,)
-    while node.op == "call_function" and node.target in (*_COPIES, aten.unsqueeze.default):
-        if node.target is aten.unsqueeze.default and node.args[1] % value(node).dim() != 1:
-            break
-        node = node.args[0]
-    if value(node).dim() == 3 and value(node).shape[-1] == width:
-        return _pair(node)
+        return (zero, zero) if shape[-1] == like.shape[-1] else (zero,)
+    batch, _, seq, width = like.shape
+    table = node
+    while table.op == "call_function" and table.target in _COPIES:
+        table = table.args[0]
+    if (
+        table.target is aten.unsqueeze.default
+        and table.args[1] % 4 == 1
+        and any(same_size(shape, (b, 1, seq, width)) for b in (batch, 1))
+    ):
+        return _pair(table.args[0])
     raise NotPolynomial(node.name)
 
 

@@ -23,6 +23,7 @@ from fusedbwd import (
 )
 from fusedbwd import schema as s
 from fusedbwd.numerics import relative_l2
+from fusedbwd.patterns import PATTERNS
 from fusedbwd.problems import PROBLEMS, get_problem, record_inputs
 from fusedbwd.verify import check_gradients, contract_violations, table, verify
 
@@ -409,13 +410,7 @@ def test_switches(switch):
 
 
 def all_off(**options):
-    return Config(
-        swiglu_backward=False,
-        gelu_backward=False,
-        rms_norm_backward=False,
-        layer_norm_backward=False,
-        **options,
-    )
+    return Config(**{pattern.name: False for pattern in PATTERNS}, **options)
 
 
 def test_all_switched_off():

@@ -20,12 +20,11 @@ import fusedbwd
 from fusedbwd import Config, FusionError, UnsupportedError, VerificationError
 from fusedbwd.modules import DecoderLayer, GeluFFN, rope_tables
 from fusedbwd.numerics import budget, relative_l2, within
+from fusedbwd.patterns import PATTERNS
 
 ROOT = Path(__file__).parents[1]
 HIDDEN, HEAD_DIM = 48, 8
-OFF = dict.fromkeys(
-    ("swiglu_backward", "gelu_backward", "rms_norm_backward", "layer_norm_backward"), False
-)
+OFF = {pattern.name: False for pattern in PATTERNS}
 
 
 @pytest.fixture(autouse=True)

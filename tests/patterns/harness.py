@@ -61,7 +61,7 @@ def joint_graph(
     arguments = {
         name: sch.argument(name, shape, _dtype(dtypes, name)) for name, shape in shapes.items()
     }
-    like = _draw({n: resolve(s, SIZES) for n, s in shapes.items()}, dtypes, 0)
+    like = draw(shapes, dtypes)
     with torch.no_grad():
         out = program(**like)
     names = {size: name for name, size in SIZES.items()}
@@ -96,7 +96,7 @@ def check(
     gm, wanted = joint_graph(module, shapes, dtypes, dynamic=dynamic, frozen=frozen)
     report = fuse(gm.graph, config)
     for seed, sizes in enumerate((SIZES, OTHER_SIZES) if dynamic else (SIZES,)):
-        values = _draw({n: resolve(s, sizes) for n, s in shapes.items()}, dtypes, seed)
+        values = draw(shapes, dtypes, sizes, seed)
         assert_right(gm, module, wanted, values, seed)
     return report
 
@@ -136,9 +136,10 @@ def _dtype(dtypes, name: str) -> torch.dtype:
     return dtypes if isinstance(dtypes, torch.dtype) else dtypes.get(name, torch.float32)
 
 
-def _draw(shapes, dtypes, seed: int) -> dict[str, torch.Tensor]:
+def draw(shapes, dtypes, sizes=SIZES, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random arguments by name."""
     return {
-        name: _random(shape, _dtype(dtypes, name), seed + k)
+        name: _random(resolve(shape, sizes), _dtype(dtypes, name), seed + k)
         for k, (name, shape) in enumerate(shapes.items())
     }
 

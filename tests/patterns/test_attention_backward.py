@@ -114,7 +114,9 @@ def test_rope_into_one_buffer(check, rotate, dynamic):
     assert all("view" in name for name in report.fired[0].replaced)
 
 
-@pytest.mark.parametrize("what", ["swapped tables", "negative rotation", "interleaved"])
+@pytest.mark.parametrize(
+    "what", ["swapped tables", "negative rotation", "interleaved", "a table per head"]
+)
 def test_what_is_not_rope_stays(check, what):
     """The attention still fuses; what follows is left to the compiler, and is right."""
 
@@ -123,13 +125,18 @@ def test_what_is_not_rope_stays(check, what):
             return z * sin.unsqueeze(1) + rotate_chunk(z) * cos.unsqueeze(1)
         if what == "negative rotation":
             return z * cos.unsqueeze(1) - rotate_chunk(z) * sin.unsqueeze(1)
+        if what == "a table per head":  # as many heads as batches would make it look like one
+            return z * cos + rotate_chunk(z) * sin
         pairs = torch.stack((-z[..., 1::2], z[..., ::2]), -1).flatten(-2)
         return z * cos.unsqueeze(1) + pairs * sin.unsqueeze(1)
 
     def fn(q, k, v, cos, sin):
-        return grouped()(rope(q, cos, sin), rope(k, cos, sin), v)
+        return plain()(rope(q, cos, sin), rope(k, cos, sin), v)
 
-    shapes = SHAPES | {"cos": TABLE, "sin": TABLE}
+    heads = ("b", 4 * HEADS, "s", DIM)
+    shapes = {"q": heads, "k": heads, "v": heads, "cos": TABLE, "sin": TABLE}
+    if what == "a table per head":
+        shapes |= dict.fromkeys(("cos", "sin"), (4 * HEADS, "s", DIM))
     check(fn, shapes, torch.bfloat16, frozen=("cos", "sin"), fires=1)
 
 
@@ -166,6 +173,18 @@ MISSES = {
         SHAPES,
         torch.bfloat16,
         "is not a batched matmul",
+    ),
+    "other keys": (
+        plain(mask=None),
+        {"q": ("b", 2, "s", DIM), "k": ("b", 2, "t", DIM), "v": ("b", 2, "t", DIM)},
+        torch.bfloat16,
+        "self-attention",
+    ),
+    "wider values": (
+        plain(),
+        {"q": ("b", 2, "s", DIM), "k": ("b", 2, "s", DIM), "v": ("b", 2, "s", 2 * DIM)},
+        torch.bfloat16,
+        "self-attention",
     ),
     "odd head_dim": (plain(), dict.fromkeys("qkv", ("b", 2, "s", 7)), torch.bfloat16, "head_dim 7"),
 }
