@@ -23,8 +23,8 @@ from torch import fx
 
 from fusedbwd.graph import SAVED_KEY, depends_on, gradient_nodes, reachable, same_size, value
 from fusedbwd.patterns.algebra import (
-    NotPolynomial,
     Poly,
+    computes,
     constant,
     is_arithmetic,
     mean,
@@ -162,7 +162,7 @@ def prove(row_sum_node: fx.Node, *, centered: bool) -> NormBackward | None:
         for grad in chain:  # deepest first: the gradient before the weight is applied
             try:
                 return _prove_for(row_sum_node, stat, grad, factors, gradients, centered)
-            except (Miss, NotPolynomial) as miss:
+            except Miss as miss:
                 reason = reason or str(miss)
     if reason is not None:
         raise Miss(reason)
@@ -173,10 +173,7 @@ def _is_norm(stat: Statistic, centered: bool) -> bool:
     """Whether the statistic is of the wanted kind, and exactly so."""
     x = monomial(stat.x)
     spread = variance(x, stat.width) if centered else mean(x**2, stat.width)
-    try:
-        return normal_form(stat.shifted, leaves=(stat.x,)).matches(spread + normal_form(stat.eps))
-    except NotPolynomial:
-        return False
+    return computes(stat.shifted, spread + normal_form(stat.eps), (stat.x,))
 
 
 def _factors(node: fx.Node) -> list[fx.Node]:
@@ -218,8 +215,7 @@ def _prove_for(node, stat, grad, factors, gradients, centered) -> NormBackward:
         if any(not same_numel(r, stat.x) for r in residuals):
             continue
         expected = dx + monomial(residuals[0]) if residuals else dx
-        form = normal_form(top, leaves=(grad, stat.x, *residuals), expandable=expandable)
-        if form.matches(expected):
+        if computes(top, expected, (grad, stat.x, *residuals), expandable=expandable):
             break
     else:
         raise Miss(
@@ -230,13 +226,9 @@ def _prove_for(node, stat, grad, factors, gradients, centered) -> NormBackward:
 
     def column_sum(summand: Poly) -> fx.Node | None:
         for node in grad.graph.nodes:
-            if node in inside and sums_columns(node, grad):
-                try:
-                    form = normal_form(node.args[0], (grad, stat.x), expandable)
-                except NotPolynomial:
-                    continue
-                if form.matches(summand):
-                    return node
+            is_sum = node in inside and sums_columns(node, grad)
+            if is_sum and computes(node.args[0], summand, (grad, stat.x), expandable=expandable):
+                return node
         return None
 
     dw = column_sum(g * n) if weight is not None else None
@@ -312,12 +304,9 @@ def saved_normalized(stat: Statistic, *, centered: bool) -> fx.Node | None:
     c = x - mean(x, stat.width) if centered else x
     wanted = c * normal_form(stat.shifted, leaves=(stat.x,)) ** Fraction(-1, 2)
     for node in stat.x.graph.nodes:
-        if node.meta.get(SAVED_KEY) and same_size(value(node).shape, value(stat.x).shape):
-            try:
-                if normal_form(node, leaves=(stat.x,)).matches(wanted):
-                    return node
-            except NotPolynomial:
-                continue
+        is_like_x = node.meta.get(SAVED_KEY) and same_size(value(node).shape, value(stat.x).shape)
+        if is_like_x and computes(node, wanted, (stat.x,)):
+            return node
     return None
 
 
@@ -325,13 +314,9 @@ def mean_of(stat: Statistic) -> fx.Node:
     """The forward's mean over rows of the norm's input."""
     wanted = mean(monomial(stat.x), stat.width)
     for node in stat.x.graph.nodes:
-        if node.op != "call_function" or node.target not in _MEANS:
-            continue
-        try:
-            if normal_form(node, leaves=(stat.x,)).matches(wanted):
-                return node
-        except NotPolynomial:
-            continue
+        is_candidate = node.op == "call_function" and node.target in _MEANS
+        if is_candidate and computes(node, wanted, (stat.x,)):
+            return node
     raise Miss(f"the mean of {stat.x.name} is not in the forward")
 
 

@@ -146,6 +146,17 @@ def test_silu_elsewhere(check):
     assert len(check(fn, arguments_of(fn), fires=1).missed) == 1
 
 
+def test_beside_long_sums(check):
+    """A product with a factor that has no normal form is passed over."""
+
+    def fn(g, u, x, y):
+        powers = sum(x**k for k in range(8))
+        z = (powers - powers.mean(-1, keepdim=True)) ** 4
+        return F.silu(g) * u + y * z.detach() + 0 * x
+
+    check(fn, arguments_of(fn), fires=1)
+
+
 def test_mixed_dtypes(check):
     """A factor in another dtype is reported, not fused."""
 
