@@ -116,6 +116,24 @@ def test_eps(check, eps):
     check(fn, arguments_of(fn), fires=1)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), ("b", 1, 1), ("s", 1)], ids=str)
+def test_eps_that_is_a_tensor(check, shape):
+    """Of one number, or one for each row: the row's own statistic has it added."""
+
+    def fn(x, w, eps):
+        return x * torch.rsqrt(mean_square(x) + eps.abs()) * w
+
+    check(fn, arguments_of(fn, eps=shape), dynamic=True, frozen=("eps",), fires=1)
+
+
+def test_sums_of_tensors_without_dimensions(check):
+    def fn(x, e):
+        y = e.sum(0, keepdim=True) + torch.sqrt(e.pow(2).mean(0) + EPS)
+        return normalized(x) * y
+
+    check(fn, arguments_of(fn, e=()), fires=1)
+
+
 @pytest.mark.parametrize(
     "tokens", [("t",), ("b", "s"), ("b", 2, "s"), (1,), (1, 1), (127,)], ids=str
 )
