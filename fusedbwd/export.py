@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections import namedtuple
@@ -124,7 +125,7 @@ class ExportedBackward:
         self.schema = schema
         self.device = device
         self.config = config
-        self._module = module
+        self._module = _skeleton(module)
         self._fixed = dict(sizes) if sizes is not None else None
         self._lock = threading.Lock()
         self._variants: list[_Variant] = []
@@ -317,6 +318,22 @@ class ExportedBackward:
         self._variants.append(variant)
         log.info("%s compiled for %s: %s", self.schema.name, self.variants[-1], report.summary())
         return variant
+
+
+def _skeleton(module: nn.Module) -> nn.Module:
+    """A copy of ``module`` without its weights. Variants are traced from it when they are first
+    needed: what happens to the module meanwhile, in other threads too, does not matter."""
+    tensors = (*module.parameters(), *module.buffers())
+    empty = {
+        id(t): nn.Parameter(torch.empty_like(t, device="meta"), requires_grad=t.requires_grad)
+        if isinstance(t, nn.Parameter)
+        else torch.empty_like(t, device="meta")
+        for t in tensors
+    }
+    try:
+        return copy.deepcopy(module, empty)
+    except Exception as error:
+        raise UnsupportedError(f"{type(module).__name__} cannot be copied: {error}") from error
 
 
 def _device_of(module: nn.Module) -> torch.device:
