@@ -84,7 +84,9 @@ def _rewrite(
     """The rewrite for operands found either way; ``to_rstd``: ``stat`` is var + eps."""
     require(supported(width), f"rows of {width} are wider than the kernel takes")
     dtype = value(dx).dtype
-    dx_sum = sum_over_rows(dx) if supported(width, sum_dx=True) else None
+    # Over several dimensions, rows of the norm are not rows of the layer before it.
+    summable = value(dx).shape[-1] == width and supported(width, sum_dx=True)
+    dx_sum = sum_over_rows(dx) if summable else None
     sums = [n for n in (dw, db, dx_sum) if n is not None]
 
     def replacement(like, grad, x, mean, weight, stat, eps, residual):

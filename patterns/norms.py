@@ -109,8 +109,21 @@ def statistics(graph: fx.Graph) -> Iterator[Statistic]:
         for var, eps in ((a, b), (b, a)):
             if isinstance(var, fx.Node):
                 for x in _inputs_of(var):
-                    if value(x).dim() > 0 and isinstance(value(x).shape[-1], int):
+                    if _is_of_rows(shifted, x) and _is_of_rows(var, x):
                         yield Statistic(x, var, eps, shifted)
+
+
+def _is_of_rows(statistic: fx.Node, x: fx.Node) -> bool:
+    """Whether ``statistic`` has one value for each row of ``x``."""
+    rows, width = value(statistic).shape, value(x).shape[-1:]
+    return (
+        len(rows) > 0
+        and isinstance(rows[-1], int)
+        and rows[-1] == 1
+        and len(width) == 1
+        and isinstance(width[0], int)
+        and same_size((value(statistic).numel() * width[0],), (value(x).numel(),))
+    )
 
 
 def _inputs_of(var: fx.Node) -> list[fx.Node]:

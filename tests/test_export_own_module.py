@@ -258,3 +258,27 @@ def test_gradient_that_passes_through():
     assert equal(outputs, (inputs["dy"], inputs["dy"]))
     assert not contract_violations(schema, inputs, outputs)
     assert bwd.unread == {"x", "y"}
+
+
+def test_random_numbers_are_not_drawn_again():
+    class Dropped(nn.Module):
+        def forward(self, x):
+            return tag(F.dropout(tag(x * x, "square"), 0.5, self.training), "dropped") * x
+
+    shape = ("n", 4)
+    schema = Schema(
+        "dropped",
+        (
+            s.grad_output("dy", shape, FP32),
+            s.argument("x", shape, FP32),
+            s.saved("square", shape, FP32),
+            s.saved("dropped", shape, FP32),
+        ),
+        (Gradient("dx", "x", shape, FP32),),
+    )
+    with pytest.raises(SchemaError, match="draw random numbers again"):
+        export_backward(Dropped(), schema)
+    bwd = export_backward(Dropped().eval(), schema)
+    x, dy = torch.randn(3, 4), torch.randn(3, 4)
+    (dx,) = bwd(dy=dy, x=x, square=x * x, dropped=x * x)
+    torch.testing.assert_close(dx, 3 * x * x * dy)

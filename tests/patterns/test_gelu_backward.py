@@ -154,3 +154,13 @@ def test_product_with_a_factor_of_another_dtype(check):
 
     report = check(fn, arguments_of(fn), torch.bfloat16, fires=0)
     assert report.missed
+
+
+@pytest.mark.parametrize("dims", [(0,), (1,), (0, 1), (2,)], ids=str)
+def test_expanded_gradient(check, dims):
+    """The gradient of a sum has fewer elements in memory than GELU's input."""
+
+    def fn(x, m, b):
+        return F.gelu(x @ m + b).sum(dims)
+
+    check(fn, arguments_of(fn), dynamic=True, fires=1)
