@@ -27,6 +27,8 @@ log = logging.getLogger("fusedbwd")
 
 _MAX_VARIANTS = 8
 
+_COMPILE_LOCK = threading.Lock()  # FX tracing and Inductor keep state of the process
+
 
 def export_backward(
     module: nn.Module | str,
@@ -73,7 +75,11 @@ def export_backward(
     where = torch.device(device) if device is not None else _device_of(module)
     if where.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"fusedbwd runs on cpu and cuda devices, not on {where}")
-    if where.type == "cuda" and where.index is None:
+    if where.type == "cpu":
+        where = torch.device("cpu")
+    elif not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count():
+        raise UnsupportedError(f"there is no device {where}")
+    elif where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     return ExportedBackward(module, saved, where, config or Config(), sizes)
 
@@ -291,7 +297,16 @@ class ExportedBackward:
 
     # --- compilation
 
+    def __reduce__(self):
+        raise UnsupportedError(
+            f"{self.schema.name}: a compiled backward cannot be copied or pickled; export it again"
+        )
+
     def _compile(self, fixed: Mapping[str, int] | None, hints) -> _Variant:
+        with _COMPILE_LOCK:
+            return self._compile_variant(fixed, hints)
+
+    def _compile_variant(self, fixed: Mapping[str, int] | None, hints) -> _Variant:
         if len(self._variants) >= _MAX_VARIANTS:
             raise UnsupportedError(
                 f"{self.schema.name}: more than {_MAX_VARIANTS} variants were needed; the last "

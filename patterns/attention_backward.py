@@ -20,6 +20,8 @@ matched: where a whole row is masked the two differ.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import fx
 from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match
@@ -162,7 +164,18 @@ def _scores_matmul(d_scores: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Nod
         elif d_scores in (a, b):
             raise Miss(f"{product.name} uses {d_scores.name} in no way that attention does")
     require(dq is not None and dk is not None, f"{d_scores.name} does not give both dq and dk")
+    consumers = set(_consumers(d_scores))
+    require(len(consumers) == 2, f"{d_scores.name} is wanted for more than dq and dk")
     return q, k, dq, dk
+
+
+def _consumers(node: fx.Node) -> Iterator[fx.Node]:
+    """What uses ``node``, behind views."""
+    for user in node.users:
+        if user.target in (*_VIEWS, aten.permute.default, aten.expand.default):
+            yield from _consumers(user)
+        else:
+            yield user
 
 
 def _matmul(graph: fx.Graph, left: tuple, right: tuple) -> fx.Node | None:

@@ -1,5 +1,6 @@
 """Exported backwards of a user's own modules, and mistakes in their schemas."""
 
+import copy
 import functools
 from dataclasses import replace
 
@@ -282,3 +283,35 @@ def test_random_numbers_are_not_drawn_again():
     x, dy = torch.randn(3, 4), torch.randn(3, 4)
     (dx,) = bwd(dy=dy, x=x, square=x * x, dropped=x * x)
     torch.testing.assert_close(dx, 3 * x * x * dy)
+
+
+def test_forward_that_changes_a_buffer():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += 1
+            return x * x
+
+    schema = Schema(
+        "counter",
+        (s.grad_output("dy", ("n", 4), FP32), s.argument("x", ("n", 4), FP32)),
+        (Gradient("dx", "x", ("n", 4), FP32),),
+    )
+    with pytest.raises(UnsupportedError, match="changes a buffer or an argument in place"):
+        export_backward(Counter(), schema)
+
+
+def test_copies_are_refused():
+    _, bwd = own()
+    with pytest.raises(UnsupportedError, match="cannot be copied or pickled"):
+        copy.deepcopy(bwd)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_a_device_that_is_not_there(device):
+    with pytest.raises(UnsupportedError, match=f"there is no device {device}"):
+        export_backward(Block(), OWN, device=device)

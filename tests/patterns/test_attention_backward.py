@@ -162,6 +162,12 @@ MISSES = {
         torch.bfloat16,
         "does not give both",
     ),
+    "a bias that is trained": (
+        lambda q, k, v, m: grouped(mask=lambda scores: m)(q, k, v),
+        SHAPES | {"m": ("b", HEADS, "s", "s")},
+        torch.bfloat16,
+        "does not give both",
+    ),
     "over queries": (
         lambda q, k, v: grouped(mask=None, softmax=lambda s: F.softmax(s, 2))(q, k, v),
         SHAPES,
