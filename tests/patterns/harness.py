@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 
+import pytest
 import torch
 from torch import fx, nn
 
@@ -27,6 +28,12 @@ OTHER_SIZES = {"b": 2, "s": 9, "t": 13}
 """More sizes, on which graphs with open sizes are run too."""
 
 WIDTH = 33
+
+KINDS = pytest.mark.parametrize(
+    ("dtype", "dynamic"),
+    [(torch.bfloat16, False), (torch.float32, True)],
+    ids=["bfloat16, static", "float32, dynamic"],
+)
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import WIDTH, arguments_of, wide
+from harness import KINDS, WIDTH, arguments_of, wide
 from torch import nn
 
 PATTERN = "gelu_backward"
 
-STATIC_AND_DYNAMIC = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 FLAVOURS = pytest.mark.parametrize("approximate", ["tanh", "none"])
 
 
@@ -23,8 +21,7 @@ def ffn(approximate):
     return fn
 
 
-@STATIC_AND_DYNAMIC
-@DTYPES
+@KINDS
 @FLAVOURS
 def test_linear(check, approximate, dtype, dynamic):
     fn = ffn(approximate)

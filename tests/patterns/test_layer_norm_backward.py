@@ -3,13 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import WIDTH, arguments_of, wide
+from harness import KINDS, WIDTH, arguments_of, wide
 from torch import nn
 
 PATTERN = "layer_norm_backward"
 EPS = 1e-5
 
-STATIC_AND_DYNAMIC = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 
 
@@ -71,8 +70,7 @@ MANUAL = {
 }
 
 
-@STATIC_AND_DYNAMIC
-@DTYPES
+@KINDS
 @pytest.mark.parametrize("name", COMPOSITE)
 def test_composite(check, name, dtype, dynamic):
     fn = COMPOSITE[name]

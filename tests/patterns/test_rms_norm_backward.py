@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import WIDTH, arguments_of, assert_right, draw, joint_graph, wide
+from harness import KINDS, WIDTH, arguments_of, assert_right, draw, joint_graph, wide
 from torch import nn
 
 from fusedbwd import Config
@@ -82,8 +82,7 @@ IN_A_LAYER = {
 }
 
 
-@STATIC_AND_DYNAMIC
-@DTYPES
+@KINDS
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spellings(check, name, dtype, dynamic):
     fn = SPELLINGS[name]
@@ -148,8 +147,7 @@ def test_single_row_without_leading_dimensions(check):
     check(hf_norm, {"x": (WIDTH,), "w": (WIDTH,)}, fires=1)
 
 
-@STATIC_AND_DYNAMIC
-@DTYPES
+@KINDS
 @pytest.mark.parametrize("name", ["projected", "x + residual", "gemma"])
 def test_frozen_weight(check, name, dtype, dynamic):
     fn = IN_A_LAYER[name]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import WIDTH, arguments_of, wide
+from harness import KINDS, WIDTH, arguments_of, wide
 
 PATTERN = "swiglu_backward"
 
@@ -27,8 +27,7 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@KINDS
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spellings(check, name, dtype, dynamic):
     fn = SPELLINGS[name]
