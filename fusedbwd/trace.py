@@ -204,7 +204,7 @@ def _joint_graph(gm, schema, names, tags, sizes, fake_mode) -> JointGraph:
 
     joint = JointGraph(gm, schema, inputs, fake_mode)
     for i, node in zip(schema.inputs, joint.inputs, strict=True):
-        if i.kind == sch.SAVED:
+        if i.kind == sch.SAVED and i.read:
             node.meta[SAVED_KEY] = i.name
         val = node.meta["val"]
         shape = resolve(i.shape, sizes)

@@ -33,7 +33,7 @@ def _prove(match: Match) -> Rewrite | None:
         return None
     stat = found.statistic
     require(found.weight_offset == 0.0, f"the weight {found.weight} has an offset")
-    rstd_from, eps = norms.statistic_operands(stat)
+    rstd_from, eps, to_rstd = norms.statistic_operands(stat)
     x_hat = norms.saved_normalized(stat, centered=True)
     mean = None if x_hat is not None else norms.mean_of(stat)
     return _rewrite(
@@ -44,7 +44,7 @@ def _prove(match: Match) -> Rewrite | None:
         weight=found.weight,
         stat=rstd_from,
         eps=eps,
-        to_rstd=eps is None,
+        to_rstd=to_rstd,
         residual=found.residual,
         dx=found.dx,
         dw=found.dw,

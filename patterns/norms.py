@@ -304,21 +304,32 @@ def _residuals(top: fx.Node, grad: fx.Node, inside: set[fx.Node]) -> list[fx.Nod
 # --- what the two norm patterns need to build their operands
 
 
-def statistic_operands(stat: Statistic) -> tuple[fx.Node, fx.Node | None]:
-    """What the kernel's 1/sqrt comes from: (var, eps) for an eps that is a tensor, so that a
-    given variance is used as it is; else (var + eps, None), and the rewrite takes 1/sqrt."""
+def statistic_operands(stat: Statistic) -> tuple[fx.Node, fx.Node | None, bool]:
+    """What the kernel's 1/sqrt comes from, so that a statistic that is given is used as it is.
+
+    Returns:
+        (1/sqrt, None, False) where the schema saves that; (var, eps, False) for an eps that
+        is a tensor; else (var + eps, None, True), of which the rewrite takes 1/sqrt.
+    """
+    rstd = _saved(stat, normal_form(stat.shifted, (stat.x,)) ** Fraction(-1, 2), stat.shifted)
+    if rstd is not None:
+        return rstd, None, False
     is_number = isinstance(stat.eps, fx.Node) and value(stat.eps).dim() == 0
-    return (stat.var, stat.eps) if is_number else (stat.shifted, None)
+    return (stat.var, stat.eps, False) if is_number else (stat.shifted, None, True)
 
 
 def saved_normalized(stat: Statistic, *, centered: bool) -> fx.Node | None:
     """The normalized tensor, where the schema saves it."""
     x = monomial(stat.x)
     c = x - mean(x, stat.width) if centered else x
-    wanted = c * normal_form(stat.shifted, leaves=(stat.x,)) ** Fraction(-1, 2)
+    return _saved(stat, c * normal_form(stat.shifted, (stat.x,)) ** Fraction(-1, 2), stat.x)
+
+
+def _saved(stat: Statistic, formula: Poly, like: fx.Node) -> fx.Node | None:
+    """The tensor that the schema saves, has the rows of ``like``, and computes ``formula``."""
     for node in stat.x.graph.nodes:
-        is_like_x = node.meta.get(SAVED_KEY) and same_size(value(node).shape, value(stat.x).shape)
-        if is_like_x and computes(node, wanted, (stat.x,)):
+        is_like = SAVED_KEY in node.meta and same_numel(node, like)
+        if is_like and computes(node, formula, (stat.x,)):
             return node
     return None
 
