@@ -30,9 +30,21 @@ KEPT_WHOLE = (
 """Composite ops that tracing keeps as single nodes, forward beside backward."""
 
 
+class _Decompositions(dict):
+    """A decomposition table that pickles as how it is made.
+
+    From 2.13 on the table is part of Inductor's cache key, and a table of functions, which
+    cannot be pickled, turns the cache off. What is in it, our passes' identities tell.
+    """
+
+    def __reduce__(self):
+        return decompositions, ()
+
+
 def decompositions() -> dict[torch._ops.OpOverload, Callable]:
     """Inductor's decomposition table without the ops of :data:`KEPT_WHOLE`."""
-    return {op: fn for op, fn in select_decomp_table().items() if op not in KEPT_WHOLE}
+    table = select_decomp_table()
+    return _Decompositions((op, fn) for op, fn in table.items() if op not in KEPT_WHOLE)
 
 
 def size_source(name: str) -> ConstantSource:

@@ -10,6 +10,7 @@ class Config:
     """What to fuse and how strictly to check it. Part of every cache key.
 
     Attributes:
+        attention_backward: fuse the attention backward on given probabilities (16-bit dtypes).
         swiglu_backward: fuse the SwiGLU backward into one packed gradient buffer.
         gelu_backward: fuse the GELU backward with the bias gradient.
         rms_norm_backward: fuse the RMSNorm backward with residual and weight gradients.
@@ -21,6 +22,7 @@ class Config:
             launches cost a fraction of Python's and whose first compilation takes longer.
     """
 
+    attention_backward: bool = True
     swiglu_backward: bool = True
     gelu_backward: bool = True
     rms_norm_backward: bool = True

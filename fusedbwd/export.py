@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections import namedtuple
@@ -25,6 +26,8 @@ from fusedbwd.trace import open_sizes, trace_joint
 log = logging.getLogger("fusedbwd")
 
 _MAX_VARIANTS = 8
+
+_COMPILE_LOCK = threading.Lock()  # FX tracing and Inductor keep state of the process
 
 
 def export_backward(
@@ -72,7 +75,11 @@ def export_backward(
     where = torch.device(device) if device is not None else _device_of(module)
     if where.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"fusedbwd runs on cpu and cuda devices, not on {where}")
-    if where.type == "cuda" and where.index is None:
+    if where.type == "cpu":
+        where = torch.device("cpu")
+    elif not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count():
+        raise UnsupportedError(f"there is no device {where}")
+    elif where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     return ExportedBackward(module, saved, where, config or Config(), sizes)
 
@@ -124,7 +131,7 @@ class ExportedBackward:
         self.schema = schema
         self.device = device
         self.config = config
-        self._module = module
+        self._module = _skeleton(module)
         self._fixed = dict(sizes) if sizes is not None else None
         self._lock = threading.Lock()
         self._variants: list[_Variant] = []
@@ -290,7 +297,16 @@ class ExportedBackward:
 
     # --- compilation
 
+    def __reduce__(self):
+        raise UnsupportedError(
+            f"{self.schema.name}: a compiled backward cannot be copied or pickled; export it again"
+        )
+
     def _compile(self, fixed: Mapping[str, int] | None, hints) -> _Variant:
+        with _COMPILE_LOCK:
+            return self._compile_variant(fixed, hints)
+
+    def _compile_variant(self, fixed: Mapping[str, int] | None, hints) -> _Variant:
         if len(self._variants) >= _MAX_VARIANTS:
             raise UnsupportedError(
                 f"{self.schema.name}: more than {_MAX_VARIANTS} variants were needed; the last "
@@ -317,6 +333,22 @@ class ExportedBackward:
         self._variants.append(variant)
         log.info("%s compiled for %s: %s", self.schema.name, self.variants[-1], report.summary())
         return variant
+
+
+def _skeleton(module: nn.Module) -> nn.Module:
+    """A copy of ``module`` without its weights. Variants are traced from it when they are first
+    needed: what happens to the module meanwhile, in other threads too, does not matter."""
+    tensors = (*module.parameters(), *module.buffers())
+    empty = {
+        id(t): nn.Parameter(torch.empty_like(t, device="meta"), requires_grad=t.requires_grad)
+        if isinstance(t, nn.Parameter)
+        else torch.empty_like(t, device="meta")
+        for t in tensors
+    }
+    try:
+        return copy.deepcopy(module, empty)
+    except Exception as error:
+        raise UnsupportedError(f"{type(module).__name__} cannot be copied: {error}") from error
 
 
 def _device_of(module: nn.Module) -> torch.device:

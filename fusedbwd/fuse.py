@@ -8,6 +8,7 @@ expanded them while tracing.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -21,8 +22,16 @@ from torch._inductor.pattern_matcher import (
 from fusedbwd import compat
 from fusedbwd.config import Config
 from fusedbwd.errors import FusionError
-from fusedbwd.graph import depends_on, inline, same_size, stable_topological_sort, value
+from fusedbwd.graph import (
+    SAVED_KEY,
+    depends_on,
+    inline,
+    same_size,
+    stable_topological_sort,
+    value,
+)
 from fusedbwd.patterns import PATTERNS, Miss, Pattern, Rewrite
+from fusedbwd.patterns.algebra import strip
 from fusedbwd.report import Fired, Missed, Report
 from fusedbwd.verify_rewrite import verify_rewrite
 
@@ -68,6 +77,7 @@ def pattern_pass(
             rewrite = pattern.prove(match)
             if rewrite is not None:
                 _check_order(rewrite)
+                _check_saved(rewrite)
                 proven[node] = rewrite
         except Miss as miss:
             report.missed.append(Missed(pattern.name, node.name, str(miss)))
@@ -135,6 +145,31 @@ def _check_order(rewrite: Rewrite) -> None:
     for operand in rewrite.operands:
         if isinstance(operand, fx.Node) and depends_on([operand], rewrite.outputs):
             raise Miss(f"its operand {operand.name} is computed from one of its results")
+
+
+def _check_saved(rewrite: Rewrite) -> None:
+    """What a schema saves is used as given: a fused op may not compute it again from others."""
+    saved = {}
+    for node in rewrite.outputs[0].graph.nodes:
+        if SAVED_KEY in node.meta:  # a view or rounding of it is as good
+            saved[node] = saved[strip(node)] = node.meta[SAVED_KEY]
+    if not saved:
+        return
+
+    def first_read(nodes: Iterable, seen: Iterable[fx.Node]) -> set[str]:
+        names, seen, todo = set(), set(seen), [n for n in nodes if isinstance(n, fx.Node)]
+        while todo:
+            node = todo.pop()
+            if node in saved:
+                names.add(saved[node])
+            elif node not in seen and not isinstance(value(node), torch.SymInt):
+                seen.add(node)
+                todo.extend(node.all_input_nodes)
+        return names
+
+    unread = first_read(rewrite.outputs, rewrite.sources) - first_read(rewrite.operands, ())
+    if unread:
+        raise Miss(f"it would not read {', '.join(sorted(unread))}, saved for the backward to read")
 
 
 def _apply(graph: fx.Graph, rewrite: Rewrite, anchor: fx.Node) -> None:

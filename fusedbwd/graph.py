@@ -13,7 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 SAVED_KEY = "fusedbwd_saved"
-"""Key in a node's metadata: the schema saves this node, under the name that is its value."""
+"""Key in a node's metadata: the schema saves this node for the backward to read, under the
+name that is its value."""
 
 
 class Leak(Exception):

@@ -90,6 +90,12 @@ def backward_graph(joint: JointGraph) -> fx.GraphModule:
             f"({value(leak.node)}), which is not among the inputs"
         ) from None
     _lay_out(graph, joint)
+    for node in graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise SchemaError(
+                f"{schema.name}: the backward would draw random numbers again ({node.target}): "
+                f"tag and save what the forward drew, or put the module in eval mode"
+            )
     _own_storage(graph)
     graph.lint()
     return fx.GraphModule(joint.gm, graph)

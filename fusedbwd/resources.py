@@ -22,6 +22,10 @@ from triton.compiler import ASTSource
 
 from fusedbwd.errors import UnsupportedError
 from fusedbwd.kernels._op import Launch, record_launches
+from fusedbwd.kernels.attention import (
+    attention_backward_launch,
+    attention_rope_backward_launch,
+)
 from fusedbwd.kernels.gelu import gelu_backward_launch
 from fusedbwd.kernels.layer_norm import layer_norm_backward_dx_launch, layer_norm_backward_launch
 from fusedbwd.kernels.matmul_gelu import matmul_gelu_backward_launch
@@ -167,6 +171,9 @@ def shipped() -> list[tuple[str, Callable, tuple]]:
     qkv = [empty(tokens, n, dtype=bf16) for n in (5120, 1280, 1280)]
     qkv_weights = [empty(n, 5120, dtype=bf16) for n in (5120, 1280, 1280)]
     ffn_grad, fc2 = empty(tokens, 512, dtype=bf16), empty(512, 2048, dtype=bf16)
+    query, keys = (empty(4, n, 1023, 160, dtype=bf16) for n in (32, 8))
+    probs, table = empty(4, 32, 1023, 1023, dtype=bf16), empty(4, 1023, 160, dtype=bf16)
+    attention = (query, probs, query, keys, keys)
     return [
         ("swiglu_backward", swiglu_backward_launch, (wide, wide, wide)),
         (
@@ -188,6 +195,12 @@ def shipped() -> list[tuple[str, Callable, tuple]]:
             "layer_norm_backward_dx",
             layer_norm_backward_dx_launch,
             (ffn, ffn, None, ffn_weight, stat, eps, ffn, fp32),
+        ),
+        ("attention_backward", attention_backward_launch, (*attention, 0.08, False)),
+        (
+            "attention_rope_backward",
+            attention_rope_backward_launch,
+            (*attention, table, table, 0.08, False),
         ),
         ("gelu_backward, tanh", gelu_backward_launch, (ffn_wide, ffn_wide, "tanh")),
         ("gelu_backward, exact", gelu_backward_launch, (ffn_wide, ffn_wide, "none")),

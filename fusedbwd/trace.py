@@ -161,6 +161,11 @@ def _joint_graph(gm, schema, names, tags, sizes, fake_mode) -> JointGraph:
     placeholders = dict(zip(names, primals, strict=False))
     output = gm.graph.output_node()
     _out, *results = output.args[0]
+    if len(results) != len(tags) + len(names):
+        raise UnsupportedError(
+            f"{schema.name}: the forward changes a buffer or an argument in place; an export "
+            f"cannot (a norm that tracks statistics: call .eval())"
+        )
     tagged = dict(zip(tags, results, strict=False))
     grads = dict(zip(names, results[len(tags) :], strict=True))
     tangents = primals[len(names) :]
@@ -199,7 +204,7 @@ def _joint_graph(gm, schema, names, tags, sizes, fake_mode) -> JointGraph:
 
     joint = JointGraph(gm, schema, inputs, fake_mode)
     for i, node in zip(schema.inputs, joint.inputs, strict=True):
-        if i.kind == sch.SAVED:
+        if i.kind == sch.SAVED and i.read:
             node.meta[SAVED_KEY] = i.name
         val = node.meta["val"]
         shape = resolve(i.shape, sizes)

@@ -1,7 +1,8 @@
 """``Config.verify``: a rewrite against the subgraph that it replaces, on random data.
 
 The subgraph is run twice: as traced, and in float64. The fused replacement must be as near
-the float64 result as the error budget allows (:func:`fusedbwd.numerics.budget`).
+the float64 result as four times the error budget (:func:`fusedbwd.numerics.budget`): one draw
+of small tensors is a matter of luck, and a wrong rewrite is off by far more.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from fusedbwd.graph import Extraction, Leak, extract, value
 from fusedbwd.numerics import budget, relative_l2, within
 from fusedbwd.patterns import Rewrite
 
+_LUCK = 4
 _EXACT = 1e-14  # relative error that float64 results may have themselves
 
 
@@ -53,7 +55,7 @@ def _compare(fusion: str, rewrite: Rewrite, graph: fx.Graph, free: list, operand
     )
     for node, ours, unfused, truth in zip(rewrite.outputs, fused, traced, exact, strict=False):
         error, eager_error = relative_l2(ours, truth), relative_l2(unfused, truth)
-        if not within(error, budget(max(eager_error, _EXACT), ours.dtype)):
+        if not within(error, _LUCK * budget(max(eager_error, _EXACT), ours.dtype)):
             raise VerificationError(
                 f"{fusion}: {node.name} differs from what it replaces: relative error {error:.2e} "
                 f"against float64, unfused {eager_error:.2e}"

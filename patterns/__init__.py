@@ -4,6 +4,7 @@
 """
 
 from fusedbwd.patterns import (
+    attention_backward,
     gelu_backward,
     layer_norm_backward,
     rms_norm_backward,
@@ -12,6 +13,7 @@ from fusedbwd.patterns import (
 from fusedbwd.patterns.pattern import Miss, Pattern, Rewrite
 
 PATTERNS: tuple[Pattern, ...] = (
+    attention_backward.PATTERN,
     swiglu_backward.PATTERN,
     gelu_backward.PATTERN,
     rms_norm_backward.PATTERN,

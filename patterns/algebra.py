@@ -29,6 +29,8 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
+from fusedbwd.patterns.pattern import Miss
+
 aten = torch.ops.aten
 prims = torch.ops.prims
 
@@ -38,7 +40,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DIGITS = 9  # significant digits in which coefficients must agree
 
 
-class NotPolynomial(Exception):
+class NotPolynomial(Miss):
     """The value has no (small) normal form."""
 
 
@@ -219,6 +221,14 @@ def normal_form(
         return form(node)
     except OverflowError:
         raise NotPolynomial("a coefficient overflows") from None
+
+
+def computes(node: fx.Node, formula: Poly, leaves: Iterable[fx.Node], **options) -> bool:
+    """Whether the form of ``node`` is ``formula``; ``options`` as for :func:`normal_form`."""
+    try:
+        return normal_form(node, leaves, **options).matches(formula)
+    except NotPolynomial:
+        return False
 
 
 def is_arithmetic(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from fusedbwd.graph import value
 from fusedbwd.kernels import gelu_backward
 from fusedbwd.patterns.algebra import strip
 from fusedbwd.patterns.pattern import Pattern, Rewrite, require
-from fusedbwd.patterns.walk import final_cast, sum_over_rows
+from fusedbwd.patterns.walk import final_cast, same_numel, sum_over_rows
 
 aten = torch.ops.aten
 
@@ -36,7 +36,9 @@ def _prove(match: Match) -> Rewrite:
         dx, d_bias = gelu_backward(g, x2, approximate)
         return dx.reshape(x.shape), d_bias.reshape(bias_shape).to(bias_dtype)
 
-    return Rewrite((dx, bias_sum), (strip(grad), x), replacement)
+    # Behind an expand there are fewer elements than the kernel needs.
+    whole = strip(grad) if same_numel(strip(grad), x) else grad
+    return Rewrite((dx, bias_sum), (whole, x), replacement)
 
 
 PATTERN = Pattern(

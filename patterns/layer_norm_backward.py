@@ -33,7 +33,7 @@ def _prove(match: Match) -> Rewrite | None:
         return None
     stat = found.statistic
     require(found.weight_offset == 0.0, f"the weight {found.weight} has an offset")
-    rstd_from, eps = norms.statistic_operands(stat)
+    rstd_from, eps, to_rstd = norms.statistic_operands(stat)
     x_hat = norms.saved_normalized(stat, centered=True)
     mean = None if x_hat is not None else norms.mean_of(stat)
     return _rewrite(
@@ -44,7 +44,7 @@ def _prove(match: Match) -> Rewrite | None:
         weight=found.weight,
         stat=rstd_from,
         eps=eps,
-        to_rstd=eps is None,
+        to_rstd=to_rstd,
         residual=found.residual,
         dx=found.dx,
         dw=found.dw,
@@ -84,7 +84,9 @@ def _rewrite(
     """The rewrite for operands found either way; ``to_rstd``: ``stat`` is var + eps."""
     require(supported(width), f"rows of {width} are wider than the kernel takes")
     dtype = value(dx).dtype
-    dx_sum = sum_over_rows(dx) if supported(width, sum_dx=True) else None
+    # Over several dimensions, rows of the norm are not rows of the layer before it.
+    summable = value(dx).shape[-1] == width and supported(width, sum_dx=True)
+    dx_sum = sum_over_rows(dx) if summable else None
     sums = [n for n in (dw, db, dx_sum) if n is not None]
 
     def replacement(like, grad, x, mean, weight, stat, eps, residual):

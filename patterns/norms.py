@@ -23,8 +23,8 @@ from torch import fx
 
 from fusedbwd.graph import SAVED_KEY, depends_on, gradient_nodes, reachable, same_size, value
 from fusedbwd.patterns.algebra import (
-    NotPolynomial,
     Poly,
+    computes,
     constant,
     is_arithmetic,
     mean,
@@ -109,8 +109,21 @@ def statistics(graph: fx.Graph) -> Iterator[Statistic]:
         for var, eps in ((a, b), (b, a)):
             if isinstance(var, fx.Node):
                 for x in _inputs_of(var):
-                    if value(x).dim() > 0 and isinstance(value(x).shape[-1], int):
+                    if _is_of_rows(shifted, x) and _is_of_rows(var, x):
                         yield Statistic(x, var, eps, shifted)
+
+
+def _is_of_rows(statistic: fx.Node, x: fx.Node) -> bool:
+    """Whether ``statistic`` has one value for each row of ``x``."""
+    rows, width = value(statistic).shape, value(x).shape[-1:]
+    return (
+        len(rows) > 0
+        and isinstance(rows[-1], int)
+        and rows[-1] == 1
+        and len(width) == 1
+        and isinstance(width[0], int)
+        and same_size((value(statistic).numel() * width[0],), (value(x).numel(),))
+    )
 
 
 def _inputs_of(var: fx.Node) -> list[fx.Node]:
@@ -162,7 +175,7 @@ def prove(row_sum_node: fx.Node, *, centered: bool) -> NormBackward | None:
         for grad in chain:  # deepest first: the gradient before the weight is applied
             try:
                 return _prove_for(row_sum_node, stat, grad, factors, gradients, centered)
-            except (Miss, NotPolynomial) as miss:
+            except Miss as miss:
                 reason = reason or str(miss)
     if reason is not None:
         raise Miss(reason)
@@ -173,10 +186,7 @@ def _is_norm(stat: Statistic, centered: bool) -> bool:
     """Whether the statistic is of the wanted kind, and exactly so."""
     x = monomial(stat.x)
     spread = variance(x, stat.width) if centered else mean(x**2, stat.width)
-    try:
-        return normal_form(stat.shifted, leaves=(stat.x,)).matches(spread + normal_form(stat.eps))
-    except NotPolynomial:
-        return False
+    return computes(stat.shifted, spread + normal_form(stat.eps), (stat.x,))
 
 
 def _factors(node: fx.Node) -> list[fx.Node]:
@@ -218,8 +228,7 @@ def _prove_for(node, stat, grad, factors, gradients, centered) -> NormBackward:
         if any(not same_numel(r, stat.x) for r in residuals):
             continue
         expected = dx + monomial(residuals[0]) if residuals else dx
-        form = normal_form(top, leaves=(grad, stat.x, *residuals), expandable=expandable)
-        if form.matches(expected):
+        if computes(top, expected, (grad, stat.x, *residuals), expandable=expandable):
             break
     else:
         raise Miss(
@@ -230,13 +239,9 @@ def _prove_for(node, stat, grad, factors, gradients, centered) -> NormBackward:
 
     def column_sum(summand: Poly) -> fx.Node | None:
         for node in grad.graph.nodes:
-            if node in inside and sums_columns(node, grad):
-                try:
-                    form = normal_form(node.args[0], (grad, stat.x), expandable)
-                except NotPolynomial:
-                    continue
-                if form.matches(summand):
-                    return node
+            is_sum = node in inside and sums_columns(node, grad)
+            if is_sum and computes(node.args[0], summand, (grad, stat.x), expandable=expandable):
+                return node
         return None
 
     dw = column_sum(g * n) if weight is not None else None
@@ -299,25 +304,33 @@ def _residuals(top: fx.Node, grad: fx.Node, inside: set[fx.Node]) -> list[fx.Nod
 # --- what the two norm patterns need to build their operands
 
 
-def statistic_operands(stat: Statistic) -> tuple[fx.Node, fx.Node | None]:
-    """What the kernel's 1/sqrt comes from: (var, eps) for an eps that is a tensor, so that a
-    given variance is used as it is; else (var + eps, None), and the rewrite takes 1/sqrt."""
+def statistic_operands(stat: Statistic) -> tuple[fx.Node, fx.Node | None, bool]:
+    """What the kernel's 1/sqrt comes from, so that a statistic that is given is used as it is.
+
+    Returns:
+        (1/sqrt, None, False) where the schema saves that; (var, eps, False) for an eps that
+        is a tensor; else (var + eps, None, True), of which the rewrite takes 1/sqrt.
+    """
+    rstd = _saved(stat, normal_form(stat.shifted, (stat.x,)) ** Fraction(-1, 2), stat.shifted)
+    if rstd is not None:
+        return rstd, None, False
     is_number = isinstance(stat.eps, fx.Node) and value(stat.eps).dim() == 0
-    return (stat.var, stat.eps) if is_number else (stat.shifted, None)
+    return (stat.var, stat.eps, False) if is_number else (stat.shifted, None, True)
 
 
 def saved_normalized(stat: Statistic, *, centered: bool) -> fx.Node | None:
     """The normalized tensor, where the schema saves it."""
     x = monomial(stat.x)
     c = x - mean(x, stat.width) if centered else x
-    wanted = c * normal_form(stat.shifted, leaves=(stat.x,)) ** Fraction(-1, 2)
+    return _saved(stat, c * normal_form(stat.shifted, (stat.x,)) ** Fraction(-1, 2), stat.x)
+
+
+def _saved(stat: Statistic, formula: Poly, like: fx.Node) -> fx.Node | None:
+    """The tensor that the schema saves, has the rows of ``like``, and computes ``formula``."""
     for node in stat.x.graph.nodes:
-        if node.meta.get(SAVED_KEY) and same_size(value(node).shape, value(stat.x).shape):
-            try:
-                if normal_form(node, leaves=(stat.x,)).matches(wanted):
-                    return node
-            except NotPolynomial:
-                continue
+        is_like = SAVED_KEY in node.meta and same_numel(node, like)
+        if is_like and computes(node, formula, (stat.x,)):
+            return node
     return None
 
 
@@ -325,13 +338,9 @@ def mean_of(stat: Statistic) -> fx.Node:
     """The forward's mean over rows of the norm's input."""
     wanted = mean(monomial(stat.x), stat.width)
     for node in stat.x.graph.nodes:
-        if node.op != "call_function" or node.target not in _MEANS:
-            continue
-        try:
-            if normal_form(node, leaves=(stat.x,)).matches(wanted):
-                return node
-        except NotPolynomial:
-            continue
+        is_candidate = node.op == "call_function" and node.target in _MEANS
+        if is_candidate and computes(node, wanted, (stat.x,)):
+            return node
     raise Miss(f"the mean of {stat.x.name} is not in the forward")
 
 

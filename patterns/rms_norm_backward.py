@@ -32,14 +32,14 @@ def _prove(match: Match) -> Rewrite | None:
         return None
     stat = found.statistic
     require(supported(stat.width), f"rows of {stat.width} are wider than the kernel takes")
-    rstd_from, eps = norms.statistic_operands(stat)
+    rstd_from, eps, to_rstd = norms.statistic_operands(stat)
     x_hat = norms.saved_normalized(stat, centered=False)
     dtype, offset, width = value(found.dx).dtype, found.weight_offset, stat.width
     dw = None if found.dw is None else value(found.dw)
 
     def replacement(like, grad, x, weight, rstd_from, eps, x_hat, residual):
         g, x2, res, hat = (_rows(t, width) for t in (grad, x, residual, x_hat))
-        stat = (torch.rsqrt(rstd_from) if eps is None else rstd_from).reshape(-1, 1)
+        stat = (torch.rsqrt(rstd_from) if to_rstd else rstd_from).reshape(-1, 1)
         w = None if weight is None else weight.reshape(-1)
         if dw is None:
             dx = rms_norm_backward_dx(g, x2, w, stat, eps, res, offset, dtype)

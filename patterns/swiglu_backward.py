@@ -17,7 +17,7 @@ from torch._inductor.pattern_matcher import Arg, CallFunction, Match
 
 from fusedbwd.graph import gradient_nodes, value
 from fusedbwd.kernels import swiglu_backward
-from fusedbwd.patterns.algebra import Function, monomial, normal_form, strip
+from fusedbwd.patterns.algebra import Function, computes, monomial, strip
 from fusedbwd.patterns.pattern import Miss, Pattern, Rewrite, require
 from fusedbwd.patterns.walk import (
     final_cast,
@@ -39,7 +39,7 @@ def _prove(match: Match) -> Rewrite:
     d_linear = [
         n
         for n in pointwise_users(dy)
-        if n.target is aten.mul.Tensor and normal_form(n, leaves=(dy, act, linear)).matches(wanted)
+        if n.target is aten.mul.Tensor and computes(n, wanted, (dy, act, linear))
     ]
     require(d_linear, f"no product of {dy.name} with silu({act.name}) beside {node.name}")
     d_act, d_linear = final_cast(node), final_cast(d_linear[0])

@@ -18,6 +18,22 @@ def device() -> str:
     return DEVICE
 
 
+@pytest.fixture
+def fresh_dynamo():
+    """Nothing compiled before counts, and nothing stays."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """A block that compiles quickly; copy it."""
+    from trained import TinyBlock, make
+
+    return make(TinyBlock)
+
+
 def pytest_collection_modifyitems(items):
     if HAS_GPU:
         return

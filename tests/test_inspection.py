@@ -100,16 +100,21 @@ def decoder():
 
 def test_problem(decoder):
     (backward,) = decoder.backwards
-    assert decoder.report.counts() == {"swiglu_backward": 1, "rms_norm_backward": 2}
+    assert decoder.report.counts() == {
+        "attention_backward": 1,
+        "swiglu_backward": 1,
+        "rms_norm_backward": 2,
+    }
     names = [c.name for c in backward.calls]
     assert [n for n in names if n.startswith("fusedbwd.")] == [
         "fusedbwd.swiglu_backward.default",
         "fusedbwd.rms_norm_backward.default",
+        "fusedbwd.attention_rope_backward.default",
         "fusedbwd.rms_norm_backward.default",
     ]
-    # Two for each of seven projections; dV, dP, dQ and dK.
+    # Two for each of seven projections; the attention's own are inside its op.
     assert names.count("mm") == 14
-    assert names.count("bmm") == 4
+    assert "bmm" not in names
     defined = {k.name for k in backward.kernels}
     assert defined and defined == {c.name for c in backward.calls if c.kind == "C++, Inductor"}
 
@@ -117,7 +122,7 @@ def test_problem(decoder):
 def test_overview_and_sources(decoder):
     overview, sources = decoder.overview(), decoder.sources()
     assert "decoder_backward, small, torch.bfloat16, compiled for cpu" in overview
-    assert "fused swiglu_backward x1, rms_norm_backward x2" in overview
+    assert "fused attention_backward x1, swiglu_backward x1, rms_norm_backward x2" in overview
     assert "op, fusedbwd" in overview and "library (ATen)" in overview
     assert "def _swiglu_backward_kernel(" in sources
     assert decoder.backwards[0].source in sources

@@ -1,5 +1,6 @@
 """Fused backward kernels: reference, Triton kernel, launcher and op, one file a fusion."""
 
+from fusedbwd.kernels.attention import attention_backward, attention_rope_backward
 from fusedbwd.kernels.gelu import gelu_backward
 from fusedbwd.kernels.layer_norm import layer_norm_backward, layer_norm_backward_dx
 from fusedbwd.kernels.matmul_gelu import matmul_gelu_backward
@@ -10,6 +11,8 @@ from fusedbwd.kernels.rms_norm import rms_norm_backward, rms_norm_backward_dx
 from fusedbwd.kernels.swiglu import swiglu_backward
 
 __all__ = [
+    "attention_backward",
+    "attention_rope_backward",
     "gelu_backward",
     "layer_norm_backward",
     "layer_norm_backward_dx",

@@ -43,12 +43,22 @@ def define_op(signature: str, *, reference: Callable, launcher: Callable, fake: 
     run = _float64_by(reference, launcher)
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
     _library.define(signature, tags=tags)
-    _library.impl(name, reference, "CPU")
+    _library.impl(name, _without_autocast(reference), "CPU")
     _library.impl(name, eager(run), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     LAUNCHERS[op] = run
     return op
+
+
+def _without_autocast(reference: Callable) -> Callable:
+    """``reference`` in the dtypes that it says, whatever autocast the caller is in."""
+
+    def run(*args):
+        with torch.autocast("cpu", enabled=False):
+            return reference(*args)
+
+    return run
 
 
 def _float64_by(reference: Callable, launcher: Callable) -> Callable:

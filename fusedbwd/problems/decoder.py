@@ -53,17 +53,34 @@ def schema(module: nn.Module) -> Schema:
         shape = ("batch_size", heads, "seq_len", m.head_dim)
         return saved(name, shape, dtype, meaning, order=_HEADS_INSIDE, derived_from=derived_from)
 
+    # In 16-bit dtypes attention is fused, and reads each kv head once; wider ones are left to
+    # the library's matmuls, which take the heads repeated.
+    once = dtype.itemsize == 2
+    k_follows, v_follows = ("", "") if once else ("key_states_repeated", "value_states_repeated")
+    k_once, v_once = ("key_states_rotated", "value_states") if once else ("", "")
     inputs = (
         grad_output("grad_output", hidden, dtype, "gradient of the layer's output"),
         argument("residual", hidden, dtype, "the layer's input x"),
         saved("attn_input", hidden, dtype, "RMSNorm1(x), what q, k and v project"),
         split("query_states", m.num_heads, "q before RoPE", "query_states_rotated"),
-        split("key_states", m.num_kv_heads, "k before RoPE", "key_states_repeated"),
-        split("value_states", m.num_kv_heads, "v, one per kv head", "value_states_repeated"),
+        split("key_states", m.num_kv_heads, "k before RoPE", "key_states_rotated"),
+        split("value_states", m.num_kv_heads, "v, one per kv head", v_follows),
         split("query_states_rotated", m.num_heads, "q after RoPE"),
-        split("key_states_rotated", m.num_kv_heads, "k after RoPE", "key_states_repeated"),
-        saved("key_states_repeated", heads, dtype, "rotated k, repeated for its query heads"),
-        saved("value_states_repeated", heads, dtype, "v, repeated for its query heads"),
+        split("key_states_rotated", m.num_kv_heads, "k after RoPE", k_follows),
+        saved(
+            "key_states_repeated",
+            heads,
+            dtype,
+            "rotated k, repeated for its query heads",
+            derived_from=k_once,
+        ),
+        saved(
+            "value_states_repeated",
+            heads,
+            dtype,
+            "v, repeated for its query heads",
+            derived_from=v_once,
+        ),
         argument("cos", table, dtype, "RoPE cosines, the half-dim table written twice"),
         argument("sin", table, dtype, "RoPE sines, likewise"),
         saved("attn_weights", scores, dtype, "softmax probabilities, used as given"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 
+import pytest
 import torch
 from torch import fx, nn
 
@@ -27,6 +28,12 @@ OTHER_SIZES = {"b": 2, "s": 9, "t": 13}
 """More sizes, on which graphs with open sizes are run too."""
 
 WIDTH = 33
+
+KINDS = pytest.mark.parametrize(
+    ("dtype", "dynamic"),
+    [(torch.bfloat16, False), (torch.float32, True)],
+    ids=["bfloat16, static", "float32, dynamic"],
+)
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
@@ -61,7 +68,7 @@ def joint_graph(
     arguments = {
         name: sch.argument(name, shape, _dtype(dtypes, name)) for name, shape in shapes.items()
     }
-    like = _draw({n: resolve(s, SIZES) for n, s in shapes.items()}, dtypes, 0)
+    like = draw(shapes, dtypes)
     with torch.no_grad():
         out = program(**like)
     names = {size: name for name, size in SIZES.items()}
@@ -96,7 +103,7 @@ def check(
     gm, wanted = joint_graph(module, shapes, dtypes, dynamic=dynamic, frozen=frozen)
     report = fuse(gm.graph, config)
     for seed, sizes in enumerate((SIZES, OTHER_SIZES) if dynamic else (SIZES,)):
-        values = _draw({n: resolve(s, sizes) for n, s in shapes.items()}, dtypes, seed)
+        values = draw(shapes, dtypes, sizes, seed)
         assert_right(gm, module, wanted, values, seed)
     return report
 
@@ -136,9 +143,10 @@ def _dtype(dtypes, name: str) -> torch.dtype:
     return dtypes if isinstance(dtypes, torch.dtype) else dtypes.get(name, torch.float32)
 
 
-def _draw(shapes, dtypes, seed: int) -> dict[str, torch.Tensor]:
+def draw(shapes, dtypes, sizes=SIZES, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random arguments by name."""
     return {
-        name: _random(shape, _dtype(dtypes, name), seed + k)
+        name: _random(resolve(shape, sizes), _dtype(dtypes, name), seed + k)
         for k, (name, shape) in enumerate(shapes.items())
     }
 

@@ -5,13 +5,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import WIDTH, arguments_of, wide
+from harness import KINDS, WIDTH, arguments_of, wide
 from torch import nn
 
 PATTERN = "gelu_backward"
 
-STATIC_AND_DYNAMIC = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 FLAVOURS = pytest.mark.parametrize("approximate", ["tanh", "none"])
 
 
@@ -23,8 +21,7 @@ def ffn(approximate):
     return fn
 
 
-@STATIC_AND_DYNAMIC
-@DTYPES
+@KINDS
 @FLAVOURS
 def test_linear(check, approximate, dtype, dynamic):
     fn = ffn(approximate)
@@ -154,3 +151,13 @@ def test_product_with_a_factor_of_another_dtype(check):
 
     report = check(fn, arguments_of(fn), torch.bfloat16, fires=0)
     assert report.missed
+
+
+@pytest.mark.parametrize("dims", [(0,), (1,), (0, 1), (2,)], ids=str)
+def test_expanded_gradient(check, dims):
+    """The gradient of a sum has fewer elements in memory than GELU's input."""
+
+    def fn(x, m, b):
+        return F.gelu(x @ m + b).sum(dims)
+
+    check(fn, arguments_of(fn), dynamic=True, fires=1)

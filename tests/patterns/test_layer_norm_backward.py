@@ -3,13 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import WIDTH, arguments_of, wide
+from harness import KINDS, WIDTH, arguments_of, wide
 from torch import nn
 
 PATTERN = "layer_norm_backward"
 EPS = 1e-5
 
-STATIC_AND_DYNAMIC = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 
 
@@ -71,8 +70,7 @@ MANUAL = {
 }
 
 
-@STATIC_AND_DYNAMIC
-@DTYPES
+@KINDS
 @pytest.mark.parametrize("name", COMPOSITE)
 def test_composite(check, name, dtype, dynamic):
     fn = COMPOSITE[name]
@@ -199,3 +197,20 @@ def test_look_alikes(check, name):
 def test_too_wide(check):
     report = check(manual, {"x": (2, 8193), "w": (8193,), "b": (8193,)}, fires=0)
     assert "wider than the kernel takes" in report.missed[0].reason
+
+
+def test_two_dimensions_behind_a_bias(check):
+    """The bias's rows are not the norm's."""
+
+    def fn(x, m, b):
+        return F.layer_norm(x @ m + b, (4, WIDTH)).square()
+
+    check(fn, arguments_of(fn, x=("b", 4, WIDTH)), dynamic=True, fires=1)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_statistic_as_wide_as_the_row(check, rows):
+    def fn(x, w):
+        return centered(x) / (biased_var(x) + torch.full_like(x, EPS)).sqrt() * w
+
+    check(fn, {"x": (rows, WIDTH), "w": (WIDTH,)}, fires=0)

@@ -3,8 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import WIDTH, arguments_of, wide
+from harness import KINDS, WIDTH, arguments_of, assert_right, draw, joint_graph, wide
 from torch import nn
+
+from fusedbwd import Config
+from fusedbwd.fuse import fuse
 
 PATTERN = "rms_norm_backward"
 EPS = 1e-5
@@ -79,8 +82,7 @@ IN_A_LAYER = {
 }
 
 
-@STATIC_AND_DYNAMIC
-@DTYPES
+@KINDS
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spellings(check, name, dtype, dynamic):
     fn = SPELLINGS[name]
@@ -113,6 +115,24 @@ def test_eps(check, eps):
     check(fn, arguments_of(fn), fires=1)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), ("b", 1, 1), ("s", 1)], ids=str)
+def test_eps_that_is_a_tensor(check, shape):
+    """Of one number, or one for each row: the row's own statistic has it added."""
+
+    def fn(x, w, eps):
+        return x * torch.rsqrt(mean_square(x) + eps.abs()) * w
+
+    check(fn, arguments_of(fn, eps=shape), dynamic=True, frozen=("eps",), fires=1)
+
+
+def test_sums_of_tensors_without_dimensions(check):
+    def fn(x, e):
+        y = e.sum(0, keepdim=True) + torch.sqrt(e.pow(2).mean(0) + EPS)
+        return normalized(x) * y
+
+    check(fn, arguments_of(fn, e=()), fires=1)
+
+
 @pytest.mark.parametrize(
     "tokens", [("t",), ("b", "s"), ("b", 2, "s"), (1,), (1, 1), (127,)], ids=str
 )
@@ -127,8 +147,7 @@ def test_single_row_without_leading_dimensions(check):
     check(hf_norm, {"x": (WIDTH,), "w": (WIDTH,)}, fires=1)
 
 
-@STATIC_AND_DYNAMIC
-@DTYPES
+@KINDS
 @pytest.mark.parametrize("name", ["projected", "x + residual", "gemma"])
 def test_frozen_weight(check, name, dtype, dynamic):
     fn = IN_A_LAYER[name]
@@ -309,6 +328,46 @@ def test_gradient_of_an_expanded_norm(check):
 
     shapes = {"x": ("b", "s", WIDTH), "y": (4, "b", "s", WIDTH)}
     check(fn, arguments_of(fn, **shapes), dynamic=True, fires=1)
+
+
+class AsOnAGPU(torch.autograd.Function):
+    """F.rms_norm with the composite op that it leaves in a GPU's joint graph."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        rstd = torch.rsqrt(mean_square(wide(x)) + EPS)
+        ctx.save_for_backward(x, w, rstd)
+        return F.rms_norm(x, (WIDTH,), w, EPS)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w, rstd = ctx.saved_tensors
+        mask = list(ctx.needs_input_grad)
+        return torch.ops.aten._fused_rms_norm_backward(dy, x, [WIDTH], rstd, w, mask)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "expanded"])
+@pytest.mark.parametrize("frozen", [(), ("w",)], ids=str)
+@pytest.mark.parametrize("name", ["post-norm", "residual", "flattened"])
+@DTYPES
+def test_composite(dtype, name, frozen, fused):
+    """There is no such op on a CPU, so the rewrite is not verified there, only the result."""
+
+    def layer(norm):
+        return {
+            "post-norm": lambda x, w, m: x + norm(x @ m, w),
+            "residual": lambda x, w, m: x + norm(x, w) @ m,
+            "flattened": lambda x, w, m: norm(x.flatten(0, 1), w).view_as(x) @ m,
+        }[name]
+
+    shapes = arguments_of(layer(None))
+    gm, wanted = joint_graph(layer(AsOnAGPU.apply), shapes, dtype, dynamic=True, frozen=frozen)
+    report = fuse(gm.graph, Config(rms_norm_backward=fused))
+    assert report.counts() == ({PATTERN: 1} if fused else {})
+    if fused and name == "residual":
+        assert report.fired[0].replaced[0].startswith("add")
+    values = draw(shapes, dtype)
+    assert_right(gm, layer(lambda x, w: F.rms_norm(x, (WIDTH,), w, EPS)), wanted, values)
 
 
 def test_rows_of_one_element(check):
