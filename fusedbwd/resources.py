@@ -31,7 +31,6 @@ from fusedbwd.kernels.layer_norm import layer_norm_backward_dx_launch, layer_nor
 from fusedbwd.kernels.matmul_gelu import matmul_gelu_backward_launch
 from fusedbwd.kernels.matmul_sum import sum_matmul_launch
 from fusedbwd.kernels.matmul_swiglu import matmul_swiglu_backward_launch
-from fusedbwd.kernels.matmul_weight_grad import weight_grad_launch
 from fusedbwd.kernels.rms_norm import rms_norm_backward_dx_launch, rms_norm_backward_launch
 from fusedbwd.kernels.swiglu import swiglu_backward_launch
 
@@ -207,7 +206,6 @@ def shipped() -> list[tuple[str, Callable, tuple]]:
         ("matmul_swiglu_backward", matmul_swiglu_backward_launch, (hidden, down, wide, wide)),
         ("matmul_gelu_backward", matmul_gelu_backward_launch, (ffn_grad, fc2, ffn_wide, "tanh")),
         ("sum_matmul", sum_matmul_launch, (qkv, qkv_weights, hidden, bf16)),
-        ("weight_grad", weight_grad_launch, (hidden, wide, bf16)),
     ]
 
 

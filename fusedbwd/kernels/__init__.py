@@ -6,7 +6,6 @@ from fusedbwd.kernels.layer_norm import layer_norm_backward, layer_norm_backward
 from fusedbwd.kernels.matmul_gelu import matmul_gelu_backward
 from fusedbwd.kernels.matmul_sum import sum_matmul
 from fusedbwd.kernels.matmul_swiglu import matmul_swiglu_backward
-from fusedbwd.kernels.matmul_weight_grad import weight_grad
 from fusedbwd.kernels.rms_norm import rms_norm_backward, rms_norm_backward_dx
 from fusedbwd.kernels.swiglu import swiglu_backward
 
@@ -22,5 +21,4 @@ __all__ = [
     "rms_norm_backward_dx",
     "sum_matmul",
     "swiglu_backward",
-    "weight_grad",
 ]

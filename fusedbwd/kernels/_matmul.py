@@ -35,8 +35,7 @@ class MatmulTile(NamedTuple):
         subtiles: pieces, side by side, in which a finished tile is processed, a power of two.
             More pieces need fewer registers.
         group: rows of tiles that are covered column by column, for reuse in the L2 cache.
-        split: let several programs share one tile of an incomplete last round (sum_matmul and
-            weight_grad only).
+        split: let several programs share one tile of an incomplete last round (sum_matmul only).
         flat: load a program's next tile while the last one is finished, at the price of
             shared memory (matmuls with an elementwise epilogue only).
     """

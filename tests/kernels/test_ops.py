@@ -15,7 +15,6 @@ from fusedbwd.kernels import (
     rms_norm_backward_dx,
     sum_matmul,
     swiglu_backward,
-    weight_grad,
 )
 from fusedbwd.kernels._op import LAUNCHERS
 
@@ -42,7 +41,6 @@ def arguments(op, tokens, device):
         layer_norm_backward: (a, b, stat, weight, stat, eps, c, torch.float32, True),
         layer_norm_backward_dx: (a, b, stat, weight, stat, eps, c, torch.float32),
         sum_matmul: ([h, k], [m, m + 1], c, torch.float32),
-        weight_grad: (h, k, torch.float32),
         matmul_swiglu_backward: (h, m, k, k + 1),
         matmul_gelu_backward: (h, m, k, "tanh"),
     }[op]
