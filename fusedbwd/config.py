@@ -15,6 +15,8 @@ class Config:
         gelu_backward: fuse the GELU backward with the bias gradient.
         rms_norm_backward: fuse the RMSNorm backward with residual and weight gradients.
         layer_norm_backward: fuse the LayerNorm backward with residual and parameter gradients.
+        matmul_swiglu_backward: put the SwiGLU backward in the epilogue of the matmul before it.
+        sum_matmul: add up input gradients of projections inside one matmul (16-bit dtypes).
         strict: raise :class:`~fusedbwd.errors.FusionError` where nothing was fused.
         verify: check each rewrite on random data against the subgraph that it replaces, when
             it is compiled; raise :class:`~fusedbwd.errors.VerificationError` on disagreement.
@@ -27,6 +29,8 @@ class Config:
     gelu_backward: bool = True
     rms_norm_backward: bool = True
     layer_norm_backward: bool = True
+    matmul_swiglu_backward: bool = True
+    sum_matmul: bool = True
     strict: bool = False
     verify: bool = False
     cpp_wrapper: bool = True

@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,18 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 
 from fusedbwd.errors import UnsupportedError
+from fusedbwd.kernels._matmul import MatmulTile
 from fusedbwd.kernels._op import Launch, record_launches
+from fusedbwd.kernels._routes import tiles
 from fusedbwd.kernels.attention import (
     attention_backward_launch,
     attention_rope_backward_launch,
 )
 from fusedbwd.kernels.gelu import gelu_backward_launch
 from fusedbwd.kernels.layer_norm import layer_norm_backward_dx_launch, layer_norm_backward_launch
-from fusedbwd.kernels.matmul_gelu import matmul_gelu_backward_launch
-from fusedbwd.kernels.matmul_sum import sum_matmul_launch
-from fusedbwd.kernels.matmul_swiglu import matmul_swiglu_backward_launch
+from fusedbwd.kernels.matmul_gelu import matmul_gelu_backward_fused
+from fusedbwd.kernels.matmul_sum import sum_matmul_fused
+from fusedbwd.kernels.matmul_swiglu import matmul_swiglu_backward_fused
 from fusedbwd.kernels.rms_norm import rms_norm_backward_dx_launch, rms_norm_backward_launch
 from fusedbwd.kernels.swiglu import swiglu_backward_launch
 
@@ -173,7 +176,7 @@ def shipped() -> list[tuple[str, Callable, tuple]]:
     query, keys = (empty(4, n, 1023, 160, dtype=bf16) for n in (32, 8))
     probs, table = empty(4, 32, 1023, 1023, dtype=bf16), empty(4, 1023, 160, dtype=bf16)
     attention = (query, probs, query, keys, keys)
-    return [
+    fixed: list[tuple[str, Callable, tuple]] = [
         ("swiglu_backward", swiglu_backward_launch, (wide, wide, wide)),
         (
             "rms_norm_backward",
@@ -203,10 +206,21 @@ def shipped() -> list[tuple[str, Callable, tuple]]:
         ),
         ("gelu_backward, tanh", gelu_backward_launch, (ffn_wide, ffn_wide, "tanh")),
         ("gelu_backward, exact", gelu_backward_launch, (ffn_wide, ffn_wide, "none")),
-        ("matmul_swiglu_backward", matmul_swiglu_backward_launch, (hidden, down, wide, wide)),
-        ("matmul_gelu_backward", matmul_gelu_backward_launch, (ffn_grad, fc2, ffn_wide, "tanh")),
-        ("sum_matmul", sum_matmul_launch, (qkv, qkv_weights, hidden, bf16)),
     ]
+    return fixed + [
+        (f"{name}, {_name(tile)}", partial(fused, tile=tile), args)
+        for name, fused, args in (
+            ("matmul_swiglu_backward", matmul_swiglu_backward_fused, (hidden, down, wide, wide)),
+            ("matmul_gelu_backward", matmul_gelu_backward_fused, (ffn_grad, fc2, ffn_wide, "tanh")),
+            ("sum_matmul", sum_matmul_fused, (qkv, qkv_weights, None, bf16)),
+        )
+        for tile in tiles(name)
+    ]
+
+
+def _name(tile: MatmulTile) -> str:
+    split = ", split" if tile.split else ""
+    return f"{tile.rows}x{tile.columns}x{tile.depth}, {tile.programs_per_sm} per SM{split}"
 
 
 def _source(launch: Launch) -> ASTSource:

@@ -7,7 +7,9 @@ from fusedbwd.patterns import (
     attention_backward,
     gelu_backward,
     layer_norm_backward,
+    matmul_swiglu_backward,
     rms_norm_backward,
+    sum_matmul,
     swiglu_backward,
 )
 from fusedbwd.patterns.pattern import Miss, Pattern, Rewrite
@@ -18,6 +20,8 @@ PATTERNS: tuple[Pattern, ...] = (
     gelu_backward.PATTERN,
     rms_norm_backward.PATTERN,
     layer_norm_backward.PATTERN,
+    matmul_swiglu_backward.PATTERN,
+    sum_matmul.PATTERN,
 )
 """Every fusion, in the order in which the passes run."""
 
