@@ -142,17 +142,21 @@ def compile_launch(launch: Launch, target: str, name: str = "") -> Resources:
 
 
 def compile_shipped(targets: Iterable[str] = TARGETS) -> list[Resources]:
-    """Every kernel of :func:`shipped`, compiled for every target."""
+    """Every kernel of :func:`shipped`, compiled for the targets that launch it."""
+    targets = list(targets)
     return [
         compile_launch(launch, target, name)
-        for name, launcher, args in shipped()
+        for name, launcher, args, capability in shipped()
         for launch in launches(launcher, *args)
         for target in targets
+        if capability in (None, TARGETS[target])
     ]
 
 
-def shipped() -> list[tuple[str, Callable, tuple]]:
-    """The fused ops at the two reference problems' dimensions: name, launcher, arguments.
+def shipped() -> list[tuple[str, Callable, tuple, int | None]]:
+    """The fused ops at the two reference problems' dimensions: name, launcher, arguments, and
+    the one compute capability that launches it, or None for any. Matmul kernels are launched
+    where a table of measurements says so.
 
     Decoder: bfloat16, hidden 5120, intermediate 14336. FFN: float32, hidden 512,
     intermediate 2048; its matmuls in bfloat16. The number of tokens only matters to Triton by
@@ -207,14 +211,14 @@ def shipped() -> list[tuple[str, Callable, tuple]]:
         ("gelu_backward, tanh", gelu_backward_launch, (ffn_wide, ffn_wide, "tanh")),
         ("gelu_backward, exact", gelu_backward_launch, (ffn_wide, ffn_wide, "none")),
     ]
-    return fixed + [
-        (f"{name}, {_name(tile)}", partial(fused, tile=tile), args)
+    return [(*entry, None) for entry in fixed] + [
+        (f"{name}, {_name(tile)}", partial(fused, tile=tile), args, 10 * major + minor)
         for name, fused, args in (
             ("matmul_swiglu_backward", matmul_swiglu_backward_fused, (hidden, down, wide, wide)),
             ("matmul_gelu_backward", matmul_gelu_backward_fused, (ffn_grad, fc2, ffn_wide, "tanh")),
             ("sum_matmul", sum_matmul_fused, (qkv, qkv_weights, None, bf16)),
         )
-        for tile in tiles(name)
+        for tile, (major, minor) in tiles(name)
     ]
 
 

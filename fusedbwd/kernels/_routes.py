@@ -40,6 +40,7 @@ WORTH = 0.97
 REACH = 4.0
 """How far a measured shape's depth and width may be from those it stands in for."""
 
+_DEFAULT_CAPABILITY = (9, 0)  # H200, as in _op.sm_count
 _SETTLED = 0.99  # a class keeps the one before's route if that is so close to the best
 
 
@@ -83,9 +84,12 @@ def pays(shape: Shape, device: torch.device) -> bool:
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
-    if device.type != "cuda" or not torch.cuda.is_available():
+    """Of ``device``; meta tensors stand for this machine's GPU, or the default one's."""
+    if device.type == "cpu":
         return None
-    return torch.cuda.get_device_capability(device)
+    if not torch.cuda.is_available():
+        return _DEFAULT_CAPABILITY
+    return torch.cuda.get_device_capability(device if device.type == "cuda" else None)
 
 
 @cache
@@ -157,13 +161,15 @@ def _speed(row: Mapping[str, Any], candidate: Mapping[str, Any], where: Sequence
 
 
 @cache
-def tiles(op: str) -> tuple[MatmulTile, ...]:
-    """Every tile that the shipped tables use for an op, on any GPU."""
-    used: dict[MatmulTile, None] = {}
+def tiles(op: str) -> tuple[tuple[MatmulTile, tuple[int, int]], ...]:
+    """Every tile in which an op's kernel is launched, and on which compute capability."""
+    used: dict[tuple[MatmulTile, tuple[int, int]], None] = {}
     for path in sorted(DATA.glob("matmul_*.json")):
-        for row in json.loads(path.read_text())["rows"]:
+        table = json.loads(path.read_text())
+        for row in table["rows"]:
             if row["op"] == op:
-                used |= dict.fromkeys(tile for _, tile in ranges(row) if tile is not None)
+                found = (tile for _, tile in ranges(row) if tile is not None)
+                used |= dict.fromkeys((tile, tuple(table["capability"])) for tile in found)
     return tuple(used)
 
 
