@@ -54,6 +54,22 @@ def test_repeatable(exported, name):
         assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("cpp_wrapper", [False, True], ids=["Python", "C++"])
+def test_routes_by_token_count(cpp_wrapper):
+    """A layer wide enough for the matmul tables: a variant for each range of tokens, and right
+    in all, with the kernels' descriptors under either wrapper."""
+    problem = PROBLEMS["decoder_backward"]
+    dims = {"hidden_size": 1024, "num_heads": 8, "num_kv_heads": 2, "head_dim": 128}
+    module = problem.build(device="cuda", **dims, intermediate_size=4096, seed=3)
+    config = Config(verify=True, cpp_wrapper=cpp_wrapper)
+    bwd = export_backward(module, saved=problem.schema(module), config=config)
+    assert bwd.report.counts()["sum_matmul"] == 2, bwd.report
+    checks = list(verify(problem, module, bwd, [(2, 160), (2, 640), (4, 1024)], rounds=2))
+    assert all(check.ok for check in checks), [g for c in checks for g in c.gradients if not g.ok]
+    assert len(set(bwd.variants)) >= 3, bwd.variants
+    assert sum("_sum_matmul_kernel" in source for source in bwd.kernels()) >= 2
+
+
 class LlamaLayer(nn.Module):
     """Hugging Face's layer, called with tensors alone."""
 
