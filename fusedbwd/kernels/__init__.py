@@ -4,6 +4,7 @@ from fusedbwd.kernels.attention import attention_backward, attention_rope_backwa
 from fusedbwd.kernels.gelu import gelu_backward
 from fusedbwd.kernels.layer_norm import layer_norm_backward, layer_norm_backward_dx
 from fusedbwd.kernels.rms_norm import rms_norm_backward, rms_norm_backward_dx
+from fusedbwd.kernels.rope import rope_backward
 from fusedbwd.kernels.swiglu import swiglu_backward
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "layer_norm_backward_dx",
     "rms_norm_backward",
     "rms_norm_backward_dx",
+    "rope_backward",
     "swiglu_backward",
 ]
