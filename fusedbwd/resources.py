@@ -35,6 +35,7 @@ from fusedbwd.kernels.matmul_gelu import matmul_gelu_backward_fused
 from fusedbwd.kernels.matmul_sum import sum_matmul_fused
 from fusedbwd.kernels.matmul_swiglu import matmul_swiglu_backward_fused
 from fusedbwd.kernels.rms_norm import rms_norm_backward_dx_launch, rms_norm_backward_launch
+from fusedbwd.kernels.rope import rope_backward_launch
 from fusedbwd.kernels.swiglu import swiglu_backward_launch
 
 TARGETS = {"sm_90": 90, "sm_100": 100}
@@ -180,6 +181,8 @@ def shipped() -> list[tuple[str, Callable, tuple, int | None]]:
     query, keys = (empty(4, n, 1023, 160, dtype=bf16) for n in (32, 8))
     probs, table = empty(4, 32, 1023, 1023, dtype=bf16), empty(4, 1023, 160, dtype=bf16)
     attention = (query, probs, query, keys, keys)
+    # As flash attention gives them: [B, heads, S, D], stored by tokens, kv heads repeated.
+    repeated = empty(4, 1023, 32, 160, dtype=bf16).transpose(1, 2)
     fixed: list[tuple[str, Callable, tuple]] = [
         ("swiglu_backward", swiglu_backward_launch, (wide, wide, wide)),
         (
@@ -208,6 +211,7 @@ def shipped() -> list[tuple[str, Callable, tuple, int | None]]:
             attention_rope_backward_launch,
             (*attention, table, table, 0.08, False),
         ),
+        ("rope_backward", rope_backward_launch, (*3 * (repeated,), table, table, 4)),
         ("gelu_backward, tanh", gelu_backward_launch, (ffn_wide, ffn_wide, "tanh")),
         ("gelu_backward, exact", gelu_backward_launch, (ffn_wide, ffn_wide, "none")),
     ]

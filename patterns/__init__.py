@@ -1,6 +1,7 @@
 """The fusions, one a file: each a :class:`~fusedbwd.patterns.pattern.Pattern`.
 
-``algebra`` proves rewrites; ``norms`` and ``walk`` hold the steps that several patterns share.
+``algebra`` proves rewrites; ``heads``, ``norms``, ``rope`` and ``walk`` hold the steps that
+several patterns share.
 """
 
 from fusedbwd.patterns import (
@@ -9,6 +10,7 @@ from fusedbwd.patterns import (
     layer_norm_backward,
     matmul_swiglu_backward,
     rms_norm_backward,
+    rope_backward,
     sum_matmul,
     swiglu_backward,
 )
@@ -16,6 +18,7 @@ from fusedbwd.patterns.pattern import Miss, Pattern, Rewrite
 
 PATTERNS: tuple[Pattern, ...] = (
     attention_backward.PATTERN,
+    rope_backward.PATTERN,
     swiglu_backward.PATTERN,
     gelu_backward.PATTERN,
     rms_norm_backward.PATTERN,

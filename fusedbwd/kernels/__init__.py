@@ -7,6 +7,7 @@ from fusedbwd.kernels.matmul_gelu import matmul_gelu_backward
 from fusedbwd.kernels.matmul_sum import sum_matmul
 from fusedbwd.kernels.matmul_swiglu import matmul_swiglu_backward
 from fusedbwd.kernels.rms_norm import rms_norm_backward, rms_norm_backward_dx
+from fusedbwd.kernels.rope import rope_backward
 from fusedbwd.kernels.swiglu import swiglu_backward
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "matmul_swiglu_backward",
     "rms_norm_backward",
     "rms_norm_backward_dx",
+    "rope_backward",
     "sum_matmul",
     "swiglu_backward",
 ]
