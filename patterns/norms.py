@@ -26,7 +26,6 @@ from fusedbwd.patterns.algebra import (
     Poly,
     computes,
     constant,
-    is_arithmetic,
     mean,
     monomial,
     normal_form,
@@ -35,14 +34,13 @@ from fusedbwd.patterns.algebra import (
     variance,
 )
 from fusedbwd.patterns.pattern import Miss, only_user, require
-from fusedbwd.patterns.walk import final_cast, same_numel, sums_columns
+from fusedbwd.patterns.walk import final_cast, same_numel, sums_above, sums_columns
 
 aten = torch.ops.aten
 
 _SQUARES = (aten.pow.Tensor_Scalar, aten.square.default, aten.mul.Tensor)
 _PRODUCTS = (aten.mul.Tensor, aten.div.Tensor, aten.sub.Tensor, aten.neg.default)
 _MEANS = (aten.mean.dim, aten.div.Tensor, aten.mul.Tensor, operator.getitem)
-_MAX_CLIMB = 24  # nodes from a row sum up to the gradient that it belongs to
 
 
 @dataclass(frozen=True)
@@ -221,7 +219,7 @@ def _prove_for(node, stat, grad, factors, gradients, centered) -> NormBackward:
         return n not in gradients or n in inside
 
     require(same_numel(grad, stat.x), f"{grad.name} and {stat.x.name} differ in size")
-    for top in _sums_above(node):
+    for top in sums_above(node):
         residuals = _residuals(top, grad, inside)
         if len(residuals) > 1 or not same_numel(top, stat.x):
             continue
@@ -273,17 +271,6 @@ def _weight(factors: list[fx.Node], width: int) -> tuple[fx.Node | None, float]:
                 forms[w] = constants[0] if constants else 0.0
     require(len(forms) == 1, f"no single weight vector among {[v.name for v in vectors]}")
     return next(iter(forms.items()))
-
-
-def _sums_above(node: fx.Node) -> list[fx.Node]:
-    """Sums and differences that ``node`` flows into by arithmetic, the outermost first."""
-    climbed = {node: None}
-    for n in (todo := [node]):
-        for user in n.users:
-            if user not in climbed and is_arithmetic(user) and len(climbed) < _MAX_CLIMB:
-                climbed[user] = None
-                todo.append(user)
-    return [n for n in reversed(climbed) if n.target in (aten.add.Tensor, aten.sub.Tensor)]
 
 
 def _residuals(top: fx.Node, grad: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
