@@ -127,7 +127,8 @@ def _gradients_beside(node: fx.Node, gradients: set[fx.Node]) -> list[fx.Node]:
                 found |= dict.fromkeys((factor, *product_factors(factor)))
         for user in pointwise_users(n):
             is_linear = user.target in (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor)
-            if is_linear and user.all_input_nodes == [n] and user not in gradients:
+            is_linear &= sum(isinstance(a, fx.Node) for a in user.args) == 1
+            if is_linear and user not in gradients:
                 todo.append(user)
     return list(found)
 
