@@ -16,9 +16,10 @@ PATTERNS: tuple[Pattern, ...] = (
     attention_backward.PATTERN,
     swiglu_backward.PATTERN,
     gelu_backward.PATTERN,
-    rms_norm_backward.PATTERN,
     layer_norm_backward.PATTERN,
+    rms_norm_backward.PATTERN,
 )
-"""Every fusion, in the order in which the passes run."""
+"""Every fusion, in the order in which the passes run: LayerNorm first, because it is an RMSNorm
+of what is centered before."""
 
 __all__ = ["PATTERNS", "Miss", "Pattern", "Rewrite"]

@@ -249,9 +249,7 @@ def _prove_for(node, stat, grad, factors, gradients, centered) -> NormBackward:
     return NormBackward(stat, grad, weight, offset, residual, final_cast(top), dw, db)
 
 
-def _weight(
-    factors: list[fx.Node], width: int, *, offsets: bool
-) -> tuple[fx.Node | None, float]:
+def _weight(factors: list[fx.Node], width: int, *, offsets: bool) -> tuple[fx.Node | None, float]:
     """The outermost vector among ``factors``, as weight and constant offset.
 
     What is not a weight plus a constant (or may not have one: ``offsets``) is a weight itself.

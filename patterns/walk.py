@@ -72,15 +72,16 @@ def concatenation(left: fx.Node, right: fx.Node) -> fx.Node | None:
         return a if list(parts) == [left, right] and dim % (last + 1) == last else None
     start, width = value(left).shape[-1], value(left).shape[-1] + value(right).shape[-1]
     whole = only_user(a)
-    is_sum = (
-        whole is not None
-        and whole is only_user(b)
-        and whole.target is aten.add.Tensor
+    if whole is None or whole != only_user(b):
+        return None
+    is_joined = (
+        whole.target is aten.add.Tensor
         and not whole.kwargs
         and same_size(value(whole).shape[-1:], (width,))
+        and _placed(a, left, 0, start)
+        and _placed(b, right, start, width)
     )
-    placed = is_sum and _placed(a, left, 0, start) and _placed(b, right, start, width)
-    return whole if placed else None
+    return whole if is_joined else None
 
 
 def _placed(node: fx.Node, part: fx.Node, start: int, end: int) -> bool:

@@ -85,6 +85,16 @@ def check_shapes(shape: Sequence, **operands: torch.Tensor | None) -> None:
             torch._check(size == expected, lambda m=message: m)
 
 
+def check_norm_shapes(grad, x, weight, residual, **statistics: torch.Tensor | None) -> None:
+    """:func:`check_shapes` for a norm of ``x`` [T, H]: ``statistics`` are [T, 1] or [T]."""
+    tokens, width = x.shape
+    check_shapes((tokens, width), grad=grad, residual=residual)
+    check_shapes((width,), weight=weight)
+    for name, statistic in statistics.items():
+        if statistic is not None:
+            check_shapes((tokens, 1)[: statistic.dim()], **{name: statistic})
+
+
 def accumulation_dtype(*operands: torch.Tensor) -> torch.dtype:
     """float64 if an operand is float64, else float32: what references compute in."""
     double = any(t.dtype == torch.float64 for t in operands)
