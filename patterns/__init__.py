@@ -21,11 +21,12 @@ PATTERNS: tuple[Pattern, ...] = (
     rope_backward.PATTERN,
     swiglu_backward.PATTERN,
     gelu_backward.PATTERN,
-    rms_norm_backward.PATTERN,
     layer_norm_backward.PATTERN,
+    rms_norm_backward.PATTERN,
     matmul_swiglu_backward.PATTERN,
     sum_matmul.PATTERN,
 )
-"""Every fusion, in the order in which the passes run."""
+"""Every fusion, in the order in which the passes run: LayerNorm first, because it is an RMSNorm
+of what is centered before."""
 
 __all__ = ["PATTERNS", "Miss", "Pattern", "Rewrite"]

@@ -32,7 +32,6 @@ def _prove(match: Match) -> Rewrite | None:
     if found is None:
         return None
     stat = found.statistic
-    require(found.weight_offset == 0.0, f"the weight {found.weight} has an offset")
     rstd_from, eps, to_rstd = norms.statistic_operands(stat)
     x_hat = norms.saved_normalized(stat, centered=True)
     mean = None if x_hat is not None else norms.mean_of(stat)

@@ -6,7 +6,7 @@ nothing else uses the product, which then is neither rounded nor stored.
 
 from __future__ import annotations
 
-from torch._inductor.pattern_matcher import Arg, CallFunction, Match
+from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match
 
 from fusedbwd.graph import value
 from fusedbwd.kernels import matmul_swiglu_backward, swiglu_backward
@@ -19,7 +19,8 @@ from fusedbwd.patterns.walk import product_of
 
 def _prove(match: Match) -> Rewrite | None:
     node = match.output_node()
-    dy, act, linear = node.args
+    dy, act, linear, *linear_first = node.args
+    require(not any(linear_first), f"{node.name} gives d_linear first")
     product = product_of(dy)
     if product is None:
         return None
@@ -42,6 +43,6 @@ def _prove(match: Match) -> Rewrite | None:
 
 PATTERN = Pattern(
     name="matmul_swiglu_backward",
-    anchors=[CallFunction(swiglu_backward, Arg(), Arg(), Arg())],
+    anchors=[CallFunctionVarArgs(swiglu_backward)],
     prove=_prove,
 )

@@ -26,7 +26,6 @@ from fusedbwd.patterns.algebra import (
     Poly,
     computes,
     constant,
-    is_arithmetic,
     mean,
     monomial,
     normal_form,
@@ -35,14 +34,13 @@ from fusedbwd.patterns.algebra import (
     variance,
 )
 from fusedbwd.patterns.pattern import Miss, only_user, require
-from fusedbwd.patterns.walk import final_cast, same_numel, sums_columns
+from fusedbwd.patterns.walk import final_cast, same_numel, sums_above, sums_columns
 
 aten = torch.ops.aten
 
 _SQUARES = (aten.pow.Tensor_Scalar, aten.square.default, aten.mul.Tensor)
 _PRODUCTS = (aten.mul.Tensor, aten.div.Tensor, aten.sub.Tensor, aten.neg.default)
 _MEANS = (aten.mean.dim, aten.div.Tensor, aten.mul.Tensor, operator.getitem)
-_MAX_CLIMB = 24  # nodes from a row sum up to the gradient that it belongs to
 
 
 @dataclass(frozen=True)
@@ -73,8 +71,8 @@ class NormBackward:
     Attributes:
         statistic: the norm that it belongs to.
         grad: the gradient of the norm's output.
-        weight: the weight vector, or None.
-        weight_offset: what the forward adds to the weight (Gemma: 1).
+        weight: the weight vector, a parameter or made of some, or None.
+        weight_offset: what the forward adds to an RMSNorm's weight (Gemma: 1).
         residual: a gradient that is added to dx, or None.
         dx: the node of dx (plus the residual).
         dw, db: the nodes of the parameter gradients, or None.
@@ -208,7 +206,7 @@ def _prove_for(node, stat, grad, factors, gradients, centered) -> NormBackward:
     width = stat.width
     inside = reachable(grad)
     vectors = [f for f in factors if f not in gradients and not depends_on([f], [stat.x])]
-    weight, offset = _weight(vectors, width)
+    weight, offset = _weight(vectors, width, offsets=not centered)
     g, x = monomial(grad), monomial(stat.x)
     gw = g * (monomial(weight) + constant(offset)) if weight is not None else g
     v = normal_form(stat.shifted, leaves=(stat.x,))
@@ -221,14 +219,15 @@ def _prove_for(node, stat, grad, factors, gradients, centered) -> NormBackward:
         return n not in gradients or n in inside
 
     require(same_numel(grad, stat.x), f"{grad.name} and {stat.x.name} differ in size")
-    for top in _sums_above(node):
+    for top in sums_above(node):
         residuals = _residuals(top, grad, inside)
         if len(residuals) > 1 or not same_numel(top, stat.x):
             continue
         if any(not same_numel(r, stat.x) for r in residuals):
             continue
         expected = dx + monomial(residuals[0]) if residuals else dx
-        if computes(top, expected, (grad, stat.x, *residuals), expandable=expandable):
+        leaves = (n for n in (grad, stat.x, weight, *residuals) if n is not None)
+        if computes(top, expected, leaves, expandable=expandable):
             break
     else:
         raise Miss(
@@ -250,40 +249,25 @@ def _prove_for(node, stat, grad, factors, gradients, centered) -> NormBackward:
     return NormBackward(stat, grad, weight, offset, residual, final_cast(top), dw, db)
 
 
-def _weight(factors: list[fx.Node], width: int) -> tuple[fx.Node | None, float]:
-    """The vector among ``factors``, as weight and constant offset."""
-    vectors = [
-        n
-        for n in factors
-        if value(n).dim() > 0
-        and value(n).shape[-1] == width
-        and all(isinstance(s, int) and s == 1 for s in value(n).shape[:-1])
-    ]
-    if not vectors:
-        return None, 0.0
-    forms = {}
-    for v in vectors:
-        form = normal_form(v)
+def _weight(factors: list[fx.Node], width: int, *, offsets: bool) -> tuple[fx.Node | None, float]:
+    """The outermost vector among ``factors``, as weight and constant offset.
+
+    What is not a weight plus a constant (or may not have one: ``offsets``) is a weight itself.
+    """
+    for n in factors:
+        shape = value(n).shape
+        if len(shape) == 0 or not same_size(shape, (*[1] * (len(shape) - 1), width)):
+            continue
+        form = normal_form(n)
         atoms = form.atoms()
         w = next(iter(atoms), None)
-        if len(atoms) == 1 and isinstance(w, fx.Node) and value(w).numel() == width:
-            offset = form - monomial(w)
-            constants = [c for m, c in offset.terms if not m]
-            if len(constants) == len(offset.terms) <= 1:
-                forms[w] = constants[0] if constants else 0.0
-    require(len(forms) == 1, f"no single weight vector among {[v.name for v in vectors]}")
-    return next(iter(forms.items()))
-
-
-def _sums_above(node: fx.Node) -> list[fx.Node]:
-    """Sums and differences that ``node`` flows into by arithmetic, the outermost first."""
-    climbed = {node: None}
-    for n in (todo := [node]):
-        for user in n.users:
-            if user not in climbed and is_arithmetic(user) and len(climbed) < _MAX_CLIMB:
-                climbed[user] = None
-                todo.append(user)
-    return [n for n in reversed(climbed) if n.target in (aten.add.Tensor, aten.sub.Tensor)]
+        if offsets and len(atoms) == 1 and isinstance(w, fx.Node) and value(w).numel() == width:
+            rest = form - monomial(w)
+            constants = [c for m, c in rest.terms if not m]
+            if len(constants) == len(rest.terms) <= 1:
+                return w, constants[0] if constants else 0.0
+        return n, 0.0
+    return None, 0.0
 
 
 def _residuals(top: fx.Node, grad: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:

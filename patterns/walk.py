@@ -8,13 +8,14 @@ import torch
 from torch import fx
 
 from fusedbwd.graph import same_size, value
-from fusedbwd.patterns.algebra import is_float, strip
+from fusedbwd.patterns.algebra import is_arithmetic, is_float, strip
 from fusedbwd.patterns.pattern import Miss, only_user
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_MAX_CLIMB = 24  # nodes from a term up to the gradient that it belongs to
 _CASTS = (prims.convert_element_type.default, aten._to_copy.default)
 
 
@@ -35,11 +36,68 @@ def pointwise_users(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
+def cofactors(node: fx.Node) -> list[fx.Node]:
+    """What ``node`` is multiplied with, behind casts and views."""
+    products = [n for n in pointwise_users(node) if n.target is aten.mul.Tensor]
+    return [f for n in products for f in product_factors(n) if f is not strip(node)]
+
+
 def final_cast(node: fx.Node) -> fx.Node:
     """The cast that alone uses ``node``, when there is one, else ``node``: where it is rounded."""
     user = only_user(node)
     is_cast = user is not None and user.op == "call_function" and user.target in _CASTS
     return user if is_cast and is_float(user) else node
+
+
+def sums_above(node: fx.Node) -> list[fx.Node]:
+    """Sums and differences that ``node`` flows into by arithmetic, the outermost first."""
+    climbed = {node: None}
+    for n in (todo := [node]):
+        for user in n.users:
+            if user not in climbed and is_arithmetic(user) and len(climbed) < _MAX_CLIMB:
+                climbed[user] = None
+                todo.append(user)
+    return [n for n in reversed(climbed) if n.target in (aten.add.Tensor, aten.sub.Tensor)]
+
+
+def concatenation(left: fx.Node, right: fx.Node) -> fx.Node | None:
+    """The node that joins ``left`` and ``right``, used for nothing else, along the last
+    dimension: the gradient of a tensor of which both are halves, by ``chunk`` (a ``cat``) or by
+    slices (a sum of the two, each written into zeros)."""
+    a, b = only_user(left), only_user(right)
+    if a is None or b is None:
+        return None
+    last = value(left).dim() - 1
+    if a is b and a.target is aten.cat.default:
+        parts, dim = (*a.args, 0)[:2]
+        return a if list(parts) == [left, right] and dim % (last + 1) == last else None
+    start, width = value(left).shape[-1], value(left).shape[-1] + value(right).shape[-1]
+    whole = only_user(a)
+    if whole is None or whole != only_user(b):
+        return None
+    is_joined = (
+        whole.target is aten.add.Tensor
+        and not whole.kwargs
+        and same_size(value(whole).shape[-1:], (width,))
+        and _placed(a, left, 0, start)
+        and _placed(b, right, start, width)
+    )
+    return whole if is_joined else None
+
+
+def _placed(node: fx.Node, part: fx.Node, start: int, end: int) -> bool:
+    """Whether ``node`` is zeros, with ``part`` in columns ``start`` to ``end``."""
+    if node.target is not aten.slice_scatter.default or len(node.args) != 5 or node.kwargs:
+        return False
+    base, source, dim, first, stop = node.args
+    rank, width = value(node).dim(), value(node).shape[-1]
+    return (
+        source is part
+        and base.target is aten.full.default
+        and base.args[1] == 0
+        and dim % rank == rank - 1
+        and (first, min(stop, width)) == (start, end)
+    )
 
 
 def shaped_like(node: fx.Node, sources: Iterable[fx.Node]) -> fx.Node:

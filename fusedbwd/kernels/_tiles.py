@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,6 +66,33 @@ def unit_stride(matrix: torch.Tensor) -> torch.Tensor:
 def row_stride(matrix: torch.Tensor | None) -> int:
     """Elements from one row to the next; 0 for an absent operand, which is never read."""
     return 0 if matrix is None else matrix.stride(0)
+
+
+def check_shapes(shape: Sequence, **operands: torch.Tensor | None) -> None:
+    """Holds a fused op's operands to ``shape``, in its fake: kernels read without bounds of
+    their own. Absent operands pass.
+
+    Raises:
+        RuntimeError: an operand has another shape; sizes that are open become a guard.
+    """
+    for name, operand in operands.items():
+        if operand is None:
+            continue
+        found = operand.shape
+        message = f"{name}: expected shape {list(shape)}, got {list(found)}"
+        torch._check(len(found) == len(shape), lambda m=message: m)
+        for size, expected in zip(found, shape, strict=True):
+            torch._check(size == expected, lambda m=message: m)
+
+
+def check_norm_shapes(grad, x, weight, residual, **statistics: torch.Tensor | None) -> None:
+    """:func:`check_shapes` for a norm of ``x`` [T, H]: ``statistics`` are [T, 1] or [T]."""
+    tokens, width = x.shape
+    check_shapes((tokens, width), grad=grad, residual=residual)
+    check_shapes((width,), weight=weight)
+    for name, statistic in statistics.items():
+        if statistic is not None:
+            check_shapes((tokens, 1)[: statistic.dim()], **{name: statistic})
 
 
 def accumulation_dtype(*operands: torch.Tensor) -> torch.dtype:

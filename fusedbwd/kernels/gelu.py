@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fusedbwd.kernels._op import define_op, launch, next_power_of_2, sm_count
 from fusedbwd.kernels._partials import sum_partials
-from fusedbwd.kernels._tiles import accumulation_dtype, unit_stride
+from fusedbwd.kernels._tiles import accumulation_dtype, check_shapes, unit_stride
 
 
 def gelu_backward_reference(
@@ -131,6 +131,7 @@ def gelu_backward_launch(
 
 
 def _fake(grad, x, approximate):
+    check_shapes(x.shape, grad=grad)
     dbias = x.new_empty((x.shape[1],), dtype=accumulation_dtype(grad, x))
     return x.new_empty(x.shape), dbias
 

@@ -10,6 +10,7 @@ from fusedbwd.kernels._op import define_op, launch
 from fusedbwd.kernels._partials import sum_partials
 from fusedbwd.kernels._tiles import (
     accumulation_dtype,
+    check_norm_shapes,
     max_norm_width,
     norm_tile,
     row_stride,
@@ -216,13 +217,15 @@ def layer_norm_backward_dx_launch(
 
 
 def _fake(grad, x, mean, weight, stat, eps, residual, out_dtype, sum_dx):
+    dx = _fake_dx(grad, x, mean, weight, stat, eps, residual, out_dtype)
     width, wide = x.shape[1], accumulation_dtype(grad, x)
     dw, db = x.new_empty((width,), dtype=wide), x.new_empty((width,), dtype=wide)
     dx_sum = x.new_empty((width if sum_dx else 0,), dtype=wide)
-    return x.new_empty(x.shape, dtype=out_dtype), dw, db, dx_sum
+    return dx, dw, db, dx_sum
 
 
 def _fake_dx(grad, x, mean, weight, stat, eps, residual, out_dtype):
+    check_norm_shapes(grad, x, weight, residual, stat=stat, mean=mean)
     return x.new_empty(x.shape, dtype=out_dtype)
 
 

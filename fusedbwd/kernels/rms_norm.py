@@ -10,6 +10,8 @@ from fusedbwd.kernels._op import define_op, launch
 from fusedbwd.kernels._partials import sum_partials
 from fusedbwd.kernels._tiles import (
     accumulation_dtype,
+    check_norm_shapes,
+    check_shapes,
     max_norm_width,
     norm_tile,
     row_stride,
@@ -202,11 +204,14 @@ def rms_norm_backward_dx_launch(
 
 
 def _fake(grad, x, weight, stat, eps, x_hat, residual, weight_offset, out_dtype):
+    check_shapes(x.shape, x_hat=x_hat)
+    dx = _fake_dx(grad, x, weight, stat, eps, residual, weight_offset, out_dtype)
     dw = x.new_empty((x.shape[1],), dtype=accumulation_dtype(grad, x))
-    return x.new_empty(x.shape, dtype=out_dtype), dw
+    return dx, dw
 
 
 def _fake_dx(grad, x, weight, stat, eps, residual, weight_offset, out_dtype):
+    check_norm_shapes(grad, x, weight, residual, stat=stat)
     return x.new_empty(x.shape, dtype=out_dtype)
 
 

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 
 from fusedbwd.kernels._op import define_op, launch, next_power_of_2
-from fusedbwd.kernels._tiles import accumulation_dtype, unit_stride
+from fusedbwd.kernels._tiles import accumulation_dtype, check_shapes, unit_stride
 
 
 def swiglu_backward_reference(
-    grad: torch.Tensor, act: torch.Tensor, linear: torch.Tensor
+    grad: torch.Tensor, act: torch.Tensor, linear: torch.Tensor, linear_first: bool = False
 ) -> torch.Tensor:
     """Gradients of ``linear * silu(act)``, packed.
 
@@ -23,6 +23,7 @@ def swiglu_backward_reference(
         grad: [T, I], gradient of the product; any float dtype.
         act: [T, I], the factor that goes through SiLU.
         linear: [T, I], the other factor.
+        linear_first: swaps the halves of the result.
 
     Returns:
         [T, 2 * I] in act's dtype: columns [0, I) are d_act, [I, 2 * I) are d_linear.
@@ -32,7 +33,8 @@ def swiglu_backward_reference(
     s = torch.sigmoid(a)
     d_act = g * b * (s * (1 + a * (1 - s)))
     d_linear = g * (a * s).to(act.dtype).to(wide)
-    return torch.cat([d_act, d_linear], dim=1).to(act.dtype)
+    halves = [d_linear, d_act] if linear_first else [d_act, d_linear]
+    return torch.cat(halves, dim=1).to(act.dtype)
 
 
 @triton.jit
@@ -61,6 +63,8 @@ def _swiglu_backward_kernel(
     grad_stride,
     act_stride,
     linear_stride,
+    D_ACT: tl.constexpr,
+    D_LINEAR: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -74,12 +78,12 @@ def _swiglu_backward_kernel(
     d_act, d_linear = swiglu_gradients(grad, act, linear)
     packed = packed_ptr + row * (2 * WIDTH) + column
     dtype = packed_ptr.dtype.element_ty
-    tl.store(packed, d_act.to(dtype), mask)
-    tl.store(packed + WIDTH, d_linear.to(dtype), mask)
+    tl.store(packed + D_ACT, d_act.to(dtype), mask)
+    tl.store(packed + D_LINEAR, d_linear.to(dtype), mask)
 
 
 def swiglu_backward_launch(
-    grad: torch.Tensor, act: torch.Tensor, linear: torch.Tensor
+    grad: torch.Tensor, act: torch.Tensor, linear: torch.Tensor, linear_first: bool = False
 ) -> torch.Tensor:
     """Launches the kernel: one program a tile of 1024 elements, 16-byte loads."""
     grad, act, linear = unit_stride(grad), unit_stride(act), unit_stride(linear)
@@ -97,6 +101,8 @@ def swiglu_backward_launch(
         grad.stride(0),
         act.stride(0),
         linear.stride(0),
+        D_ACT=width if linear_first else 0,
+        D_LINEAR=0 if linear_first else width,
         WIDTH=width,
         ROWS=rows,
         COLUMNS=columns,
@@ -105,9 +111,14 @@ def swiglu_backward_launch(
     return packed
 
 
+def _fake(grad, act, linear, linear_first=False):
+    check_shapes(act.shape, grad=grad, linear=linear)
+    return act.new_empty((act.shape[0], 2 * act.shape[1]))
+
+
 swiglu_backward = define_op(
-    "swiglu_backward(Tensor grad, Tensor act, Tensor linear) -> Tensor",
+    "swiglu_backward(Tensor grad, Tensor act, Tensor linear, bool linear_first=False) -> Tensor",
     reference=swiglu_backward_reference,
     launcher=swiglu_backward_launch,
-    fake=lambda grad, act, linear: act.new_empty((act.shape[0], 2 * act.shape[1])),
+    fake=_fake,
 )

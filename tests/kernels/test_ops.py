@@ -74,6 +74,14 @@ def test_kernel_has_the_shapes_that_the_op_declares(op, device):
 
 
 @over_ops
+def test_fewer_gradients_than_rows(op):
+    """Said while the graph is traced: the kernels would read past the end."""
+    grad, *rest = arguments(op, 7, "meta")
+    with pytest.raises(RuntimeError, match=r"grad: expected shape \[7, 48\], got \[6, 48\]"):
+        op(grad[:6], *rest)
+
+
+@over_ops
 def test_no_tokens(op, device):
     for actual in outputs(op, *arguments(op, 0, device)):
         assert actual.numel() == 0 or not actual.any()

@@ -36,6 +36,15 @@ def test_kernel(tokens, width, dtype, device):
     )
 
 
+@pytest.mark.parametrize("run_it", [run, lambda launch, *args: swiglu_backward_reference(*args)])
+def test_linear_first(run_it, device):
+    """The same numbers, with the halves swapped."""
+    args = draw(7, 33, torch.float32, device)
+    d_act, d_linear = run_it(swiglu_backward_launch, *args).chunk(2, 1)
+    swapped = run_it(swiglu_backward_launch, *args, True)
+    assert torch.equal(swapped, torch.cat([d_linear, d_act], 1))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "width"), [(1025, 160), (127, 14336)])
 def test_kernel_bf16(tokens, width, device):

@@ -15,18 +15,18 @@ _COUNTS = pytest.StashKey[dict]()
 def check(request):
     """:func:`harness.check`, which also asserts how often each fusion fires.
 
-    Called with ``fires``, the expected count of the module's PATTERN; none may fire but those
-    in ``others``, a number of times each.
+    Called with ``fires``, the expected count of the module's PATTERN, or of each fusion that
+    fires; no other may.
     """
-    pattern = request.module.PATTERN
+    pattern = getattr(request.module, "PATTERN", None)
     counts = request.config.stash.setdefault(_COUNTS, {})
 
-    def run(*args, fires: int, others: dict[str, int] | None = None, **kwargs):
+    def run(*args, fires: int | dict[str, int], **kwargs):
         report = harness.check(*args, **kwargs)
-        total = counts.setdefault(request.node.nodeid, Counter({pattern: 0}))
+        expected = fires if isinstance(fires, dict) else {pattern: fires}
+        total = counts.setdefault(request.node.nodeid, Counter(dict.fromkeys(expected, 0)))
         total.update(report.counts())
-        expected = ({pattern: fires} if fires else {}) | (others or {})
-        assert report.counts() == expected, report
+        assert report.counts() == {name: n for name, n in expected.items() if n}, report
         return report
 
     return run

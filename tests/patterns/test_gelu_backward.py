@@ -109,17 +109,57 @@ def test_intermediate_used_elsewhere(check, name):
     assert report.fired or report.missed
 
 
+SCALE = math.sqrt(2 / math.pi)
+
+
 def by_erf(x):
     return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
 
 
-def by_tanh(x):
-    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+def by_tanh(x, cubic=0.044715, scale=SCALE, tanh=torch.tanh):
+    return 0.5 * x * (1 + tanh(scale * (x + cubic * x**3)))
+
+
+def by_density(x):
+    return x * (0.5 * torch.erf(x * 2**-0.5) + 0.5)
+
+
+def by_square(x):
+    return (x * 0.5) * (torch.tanh(0.7978845608 * x * (1 + 0.044715 * (x * x))) + 1.0)
+
+
+@KINDS
+@pytest.mark.parametrize("gelu", [by_erf, by_tanh, by_density, by_square])
+def test_written_out(check, gelu, dtype, dynamic):
+    def fn(x, m1, b1, m2):
+        return x + gelu(F.linear(x, m1, b1)) @ m2
+
+    check(fn, arguments_of(fn), dtype, dynamic=dynamic, fires=1)
+
+
+def test_written_out_in_float32(check):
+    def fn(x, m, b):
+        return 2 * by_tanh(wide(F.linear(x, m, b))).to(x.dtype)
+
+    check(fn, arguments_of(fn), torch.bfloat16, dynamic=True, fires=1)
+
+
+def test_written_out_without_a_bias(check):
+    def fn(x, m):
+        return by_tanh(x @ m)
+
+    report = check(fn, arguments_of(fn), dynamic=True, fires=0)
+    assert "no bias gradient" in report.missed[0].reason
 
 
 LOOK_ALIKES = {
-    "by erf": lambda x, m, b: by_erf(F.linear(x, m, b)),
-    "by tanh": lambda x, m, b: by_tanh(F.linear(x, m, b)),
+    "another cubic term": lambda x, m, b: by_tanh(F.linear(x, m, b), cubic=0.0447),
+    "another scale": lambda x, m, b: by_tanh(F.linear(x, m, b), scale=0.8),
+    "tanh detached": lambda x, m, b: by_tanh(x @ m + b, tanh=lambda u: u.tanh().detach()),
+    "tanh of another": lambda x, m, b: by_tanh(x @ m + b, tanh=lambda u: u.flip(0).tanh()),
+    "erf of x": lambda x, m, b: (x @ m + b) * (1 + torch.erf(x @ m + b)),
+    "erf of another": lambda x, y, b: (x + b) / 2 * (1 + torch.erf(y / math.sqrt(2))),
+    "tanh alone": lambda x, m, b: torch.tanh(x @ m + b),
     "sigmoid approximation": lambda x, m, b: x @ m * torch.sigmoid(1.702 * (x @ m + b)),
     "silu": lambda x, m, b: F.silu(F.linear(x, m, b)),
     "bias per row": lambda x, r: F.gelu(x + r),

@@ -28,6 +28,10 @@ def normalized(x):
     return centered(x) / torch.sqrt(biased_var(x) + EPS)
 
 
+def rms_normalized(c):
+    return c * torch.rsqrt((c * c).mean(-1, keepdim=True) + EPS)
+
+
 def manual(x, w, b):
     x_wide = wide(x)
     return (normalized(x_wide) * wide(w) + wide(b)).to(x.dtype)
@@ -58,6 +62,8 @@ MANUAL = {
     "mean of products": lambda x, w, b: (
         centered(x) * torch.rsqrt((centered(x) * centered(x)).mean(-1, keepdim=True) + EPS) * w + b
     ),
+    "centered once": lambda x, w, b: rms_normalized(centered(x)) * w + b,
+    "1 + weight": lambda x, w, b: normalized(x) * (1 + w) + b,
     "pow -0.5": lambda x, w, b: centered(x) * (biased_var(x) + EPS).pow(-0.5) * w + b,
     "weight first": lambda x, w, b: w * (centered(x) * torch.rsqrt(biased_var(x) + EPS)) + b,
     "bias first": lambda x, w, b: b + w * normalized(x),

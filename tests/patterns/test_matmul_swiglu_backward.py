@@ -25,18 +25,18 @@ def shapes_of(fn, **given):
     ("dtype", "dynamic"), [(torch.bfloat16, False), (torch.float16, True)], ids=str
 )
 def test_fires(check, dtype, dynamic):
-    check(down, shapes_of(down), dtype, dynamic=dynamic, fires=1, others=FIRST)
+    check(down, shapes_of(down), dtype, dynamic=dynamic, fires=FIRST | {PATTERN: 1})
 
 
 @pytest.mark.parametrize("tokens", [("t",), ("b", 2, "s"), (1,)], ids=str)
 def test_ranks(check, tokens):
     shapes = shapes_of(down) | dict.fromkeys("gu", (*tokens, WIDTH))
     dynamic = any(isinstance(s, str) for s in tokens)
-    check(down, shapes, torch.bfloat16, dynamic=dynamic, fires=1, others=FIRST)
+    check(down, shapes, torch.bfloat16, dynamic=dynamic, fires=FIRST | {PATTERN: 1})
 
 
 def test_frozen_weight(check):
-    check(down, shapes_of(down), torch.bfloat16, frozen=("v",), fires=1, others=FIRST)
+    check(down, shapes_of(down), torch.bfloat16, frozen=("v",), fires=FIRST | {PATTERN: 1})
 
 
 def test_the_sum_after_it(check):
@@ -46,12 +46,12 @@ def test_the_sum_after_it(check):
         return F.linear(F.silu(F.linear(x, v1)) * F.linear(x, v2), v3)
 
     shapes = shapes_of(fn, v1=(WIDTH, WIDTH), v2=(WIDTH, WIDTH))
-    check(fn, shapes, torch.bfloat16, fires=1, others=FIRST | {"sum_matmul": 1})
+    check(fn, shapes, torch.bfloat16, fires=FIRST | {PATTERN: 1, "sum_matmul": 1})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_wide_dtypes(check, dtype):
-    report = check(down, shapes_of(down), dtype, fires=0, others=FIRST)
+    report = check(down, shapes_of(down), dtype, fires=FIRST | {PATTERN: 0})
     assert "left to the library's matmuls" in report.missed[0].reason
 
 
@@ -62,19 +62,19 @@ def test_product_used_elsewhere(check):
         hidden = F.silu(g) * u
         return F.linear(hidden, v).sum(-1, keepdim=True) + hidden
 
-    check(fn, shapes_of(fn), torch.bfloat16, fires=0, others=FIRST)
+    check(fn, shapes_of(fn), torch.bfloat16, fires=FIRST | {PATTERN: 0})
 
 
 def test_something_in_between(check):
     def fn(g, u, v):
         return F.linear(2 * (F.silu(g) * u), v)
 
-    check(fn, shapes_of(fn), torch.bfloat16, fires=0, others=FIRST)
+    check(fn, shapes_of(fn), torch.bfloat16, fires=FIRST | {PATTERN: 0})
 
 
 def test_transposed_weight(check):
     def fn(g, u, v):
         return (F.silu(g) * u) @ v
 
-    report = check(fn, shapes_of(fn, v=(WIDTH, WIDTH)), torch.bfloat16, fires=0, others=FIRST)
+    report = check(fn, shapes_of(fn, v=(WIDTH, WIDTH)), torch.bfloat16, fires=FIRST | {PATTERN: 0})
     assert "has strides" in report.missed[0].reason

@@ -64,6 +64,10 @@ FORMULAS = {
     "weight on rstd": lambda x, w: x * (torch.rsqrt(mean_square(x) + EPS) * w),
     "clones": lambda x, w: normalized(x.clone()).contiguous() * w,
     "expanded weight": lambda x, w: normalized(x) * w.expand_as(x),
+    "scaled weight": lambda x, w: normalized(x) * (3 * w),
+    "two weights": lambda x, w1, w2: normalized(x) * (w1 * w2),
+    "exponential weight": lambda x, w: normalized(x) * w.exp(),
+    "offset that is a tensor": lambda x, w, w2: normalized(x) * (w2[0] + w),
     "gemma, distributed": lambda x, w: normalized(x) + normalized(x) * w,
 }
 

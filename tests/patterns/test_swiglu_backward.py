@@ -3,7 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import KINDS, WIDTH, arguments_of, wide
+from harness import KINDS, WIDTH, arguments_of, joint_graph, wide
+
+from fusedbwd import Config
+from fusedbwd.fuse import fuse
 
 PATTERN = "swiglu_backward"
 
@@ -12,14 +15,21 @@ def silu_wide(g):
     return F.silu(wide(g)).to(g.dtype)
 
 
+def swish(g):
+    return g * torch.sigmoid(g)
+
+
 SPELLINGS = {
     "silu(g) * u": lambda g, u: F.silu(g) * u,
     "u * silu(g)": lambda g, u: u * F.silu(g),
     "in fp32, cast": lambda g, u: u * silu_wide(g),
     "cast after the product": lambda g, u: (F.silu(wide(g)) * wide(u)).to(g.dtype),
     "projected": lambda g, u, m: (F.silu(g) * u) @ m,
+    "swish, from one input": lambda x, m1, m2: swish(x @ m1) * (x @ m2),
     "from one input": lambda x, m1, m2, m3: (F.silu(x @ m1) * (x @ m2)) @ m3,
     "residual": lambda x, m1, m2, m3: x + (F.silu(x @ m1) * (x @ m2)) @ m3,
+    "x * sigmoid(x)": lambda g, u: g * torch.sigmoid(g) * u,
+    "sigmoid(x) * x, projected": lambda g, u, m: (u * (torch.sigmoid(g) * g)) @ m,
     "three factors": lambda g, u, x: F.silu(g) * u * x,
     "squared": lambda g: F.silu(g) * F.silu(g),
     "clones": lambda g, u: F.silu(g.clone()) * u.contiguous(),
@@ -47,14 +57,52 @@ def test_ranks(check, tokens):
     check(fn, shapes, dynamic=any(isinstance(s, str) for s in tokens), fires=1)
 
 
-def test_packed_projection(check):
-    """gate and up of one matmul."""
+def by_slices(y):
+    return y[..., :WIDTH], y[..., WIDTH:]
+
+
+@pytest.mark.parametrize("act_first", [True, False], ids=["act first", "linear first"])
+@pytest.mark.parametrize("halves", [lambda y: y.chunk(2, -1), by_slices], ids=["chunk", "slices"])
+def test_packed_projection(check, halves, act_first):
+    """Both factors of one matmul: the fused op writes that matmul's gradient itself."""
 
     def fn(x, m):
-        g, u = (x @ m).chunk(2, dim=-1)
-        return F.silu(g) * u
+        a, b = halves(x @ m)
+        return F.silu(a) * b if act_first else a * F.silu(b)
 
-    check(fn, arguments_of(fn, m=(WIDTH, 2 * WIDTH)), dynamic=True, fires=1)
+    shapes = arguments_of(fn, m=(WIDTH, 2 * WIDTH))
+    check(fn, shapes, dynamic=True, fires=1)
+    gm, _ = joint_graph(fn, shapes, torch.bfloat16, dynamic=True)
+    fuse(gm.graph, Config())
+    left = {str(n.target) for n in gm.graph.nodes if n.op == "call_function"}
+    assert not left & {"aten.cat.default", "aten.slice_scatter.default", "aten.full.default"}
+
+
+def of(y, *starts, width=WIDTH):
+    return (y[..., start : start + width] for start in starts)
+
+
+NOT_HALVES = {
+    "a column is left": lambda y: (*of(y, 0, WIDTH), 0),
+    "a column between": lambda y: (*of(y, 0, WIDTH + 1), 0),
+    "overlapping": lambda y: (*of(y[..., :-2], 0, WIDTH - 1), 0),
+    "along rows": lambda y: (*y.chunk(2, -2), 0),
+    "three parts": lambda y: y[..., :-1].split(WIDTH * 2 // 3, -1),
+    "one used elsewhere": lambda y: (*y[..., :-1].chunk(2, -1), y[..., :WIDTH]),
+    "one turned": lambda y: (*(t.flip(1) for t in y[..., :-1].chunk(2, -1)), 0),
+    "one negative": lambda y: (y[..., :WIDTH], -y[..., WIDTH:-1], 0),
+}
+
+
+@pytest.mark.parametrize("name", NOT_HALVES)
+def test_what_is_not_halves(check, name):
+    """Both gradients are written, and joined by the compiler."""
+
+    def fn(y):
+        g, u, more = NOT_HALVES[name](y)
+        return F.silu(g) * u + more
+
+    check(fn, {"y": ("b", 4, 2 * WIDTH + 1)}, dynamic=True, fires=1)
 
 
 def test_two_in_one_graph(check):
@@ -93,6 +141,13 @@ LOOK_ALIKES = {
     "scalar factor": lambda g: F.silu(g) * 3.0,
     "sigmoid": lambda g, u: torch.sigmoid(g) * u,
     "silu of the product": lambda g, u: F.silu(g * u),
+    "sigmoid of another": lambda g, u, x: g * torch.sigmoid(x) * u,
+    "x * sigmoid(2 x)": lambda g, u: g * torch.sigmoid(2 * g) * u,
+    "x^2 * sigmoid(x)": lambda g, u: g * g * torch.sigmoid(g) * u,
+    "sigmoid detached": lambda g, u: g * torch.sigmoid(g).detach() * u,
+    "x detached": lambda g, u: g.detach() * torch.sigmoid(g) * u,
+    "swish alone": lambda g: g * torch.sigmoid(g),
+    "swish of a broadcast factor": lambda g, w: g * torch.sigmoid(g) * w,
 }
 
 
