@@ -132,13 +132,13 @@ def _gradients(grad_out, probs, q, k, v, scale):
         """[B, N, ...] -> [B, K, N / K, ...]."""
         return x.to(wide).unflatten(1, (kv_heads, x.shape[1] // kv_heads))
 
-    grad, p = grouped(grad_out), grouped(probs.to(q.dtype))
+    grad, p = grouped(grad_out), grouped(probs)
     dp = grad @ grouped(v).transpose(-2, -1)
     ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
     ds = ds.to(q.dtype).to(wide)
     dq = (ds @ grouped(k)).flatten(1, 2)
     dk = (ds.transpose(-2, -1) @ grouped(q)).sum(2)
-    dv = (p.transpose(-2, -1) @ grad).sum(2)
+    dv = (grouped(probs.to(q.dtype)).transpose(-2, -1) @ grad).sum(2)
     return dq, dk, dv
 
 
@@ -157,23 +157,21 @@ def _launch(grad_out, probs, q, k, v, tables, scale, causal, outputs, tile) -> N
     batch, heads, seq, head_dim = q.shape
     group = heads // k.shape[1]
     tile = tile or attention_tile(group, head_dim, q.element_size())
-    block, columns = max(64, tile.rows), max(64, tile.columns)
+    block = max(64, tile.rows)
     row_blocks, padded = (seq + block - 1) // block, (seq + 7) // 8 * 8
 
     # Sums of remainders rather than comparisons: under a compiler, sizes may be symbols.
-    misaligned = 1
-    if probs.dtype == q.dtype:
-        misaligned = sum(n % 8 for n in (seq, probs.storage_offset(), *probs.stride()[:3]))
-    copies = (misaligned + 34) // 35  # 0 or 1: each remainder is at most 7
+    misaligned = sum(n % 8 for n in (seq, probs.storage_offset(), *probs.stride()[:3]))
+    # 0 or 1: each remainder is at most 7.
+    copied = (misaligned + 34) // 35 if probs.dtype == q.dtype else 1
     # One-dimensional and never empty, so that no size of theirs is asked for being 0 or 1.
     elements = batch * heads * seq * padded
-    copy, dscores = q.new_empty((copies * elements + 8,)), q.new_empty((elements + 8,))
+    copy, dscores = q.new_empty((copied * elements + 8,)), q.new_empty((elements + 8,))
     ends = q.new_empty((batch * heads * row_blocks + 8,), dtype=torch.int32)
-    needs_nothing = causal and isinstance(misaligned, int) and misaligned == 0
-    if not needs_nothing:
-        launch(prepare_kernel, (heads // tile.heads, row_blocks, batch))(
-            probs, copy, ends, seq, misaligned, *probs.stride()[:3],
-            CAUSAL=causal, HEADS=tile.heads, BLOCK=block, COLUMNS=columns, num_warps=8,
+    if not causal:
+        launch(prepare_kernel, (heads, row_blocks, batch))(
+            probs, ends, seq, misaligned, *probs.stride()[:3],
+            BLOCK=block, COLUMNS=128, num_warps=block // 8,
         )  # fmt: skip
 
     rope = tables is not None
@@ -192,22 +190,21 @@ def _launch(grad_out, probs, q, k, v, tables, scale, causal, outputs, tile) -> N
         "HALF": head_dim // 2,
         "WIDTH": width,
         "WIDTH2": width2,
-        "HEADS": tile.heads,
         "ROWS": tile.rows,
         "KEYS": tile.keys,
         "BLOCK": block,
     }
     launch(query_kernel, (heads // tile.heads, (seq + tile.rows - 1) // tile.rows, batch))(
         grad_out, probs, copy, ends, k, v, cos, sin, dscores, dq,
-        seq, misaligned, scale,
+        seq, copied, scale,
         *grad_out.stride()[:3], *probs.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         *table_strides, token or dq.stride(2),
-        COLUMNS=tile.columns,
+        HEADS=tile.heads, COLUMNS=tile.columns,
         num_warps=tile.query_warps, num_stages=tile.query_stages, **constants,
     )  # fmt: skip
     launch(key_kernel, (2 * k.shape[1], (seq + tile.keys - 1) // tile.keys, batch))(
         grad_out, probs, copy, ends, q, cos, sin, dscores, dk, dv,
-        seq, misaligned,
+        seq, copied,
         *grad_out.stride()[:3], *probs.stride()[:3], *q.stride()[:3],
         *table_strides, token or dk.stride(2),
         CHUNK=tile.chunk,
