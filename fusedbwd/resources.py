@@ -165,6 +165,7 @@ def shipped() -> list[tuple[str, Callable, tuple]]:
     query, keys = (empty(4, n, 1023, 160, dtype=bf16) for n in (32, 8))
     probs, table = empty(4, 32, 1023, 1023, dtype=bf16), empty(4, 1023, 160, dtype=bf16)
     attention = (query, probs, query, keys, keys)
+    wide_probs = empty(4, 32, 1023, 1023, dtype=fp32)
     return [
         ("swiglu_backward", swiglu_backward_launch, (wide, wide, wide)),
         (
@@ -188,6 +189,11 @@ def shipped() -> list[tuple[str, Callable, tuple]]:
             (ffn, ffn, None, ffn_weight, stat, eps, ffn, fp32),
         ),
         ("attention_backward", attention_backward_launch, (*attention, 0.08, False)),
+        (
+            "attention_backward, float32 P",
+            attention_backward_launch,
+            (query, wide_probs, query, keys, keys, 0.08, False),
+        ),
         (
             "attention_rope_backward",
             attention_rope_backward_launch,

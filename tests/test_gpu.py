@@ -57,7 +57,7 @@ def test_repeatable(exported, name):
 class LlamaLayer(nn.Module):
     """Hugging Face's layer, called with tensors alone."""
 
-    def __init__(self):
+    def __init__(self, attention="sdpa"):
         super().__init__()
         llama = pytest.importorskip("transformers.models.llama.modeling_llama")
         config = llama.LlamaConfig(
@@ -66,12 +66,12 @@ class LlamaLayer(nn.Module):
             num_attention_heads=8,
             num_key_value_heads=2,
             head_dim=32,
-            attn_implementation="sdpa",
+            attn_implementation=attention,
         )
         self.layer = llama.LlamaDecoderLayer(config, 0)
 
-    def forward(self, x, cos, sin):
-        out = self.layer(x, position_embeddings=(cos, sin))
+    def forward(self, x, cos, sin, mask=None):
+        out = self.layer(x, attention_mask=mask, position_embeddings=(cos, sin))
         return out[0] if isinstance(out, tuple) else out
 
 
@@ -113,29 +113,52 @@ def gradients(module, inputs, seed):
     return {"input": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
 
 
+def prepared(build, dtype):
+    """The module, in float64 and compiled too; its norm weights are random."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    eager = build().cuda().to(dtype)
+    for name, parameter in eager.named_parameters():
+        if "norm" in name and "weight" in name:
+            nn.init.normal_(parameter, 1.0, 0.3)
+    compiled = fusedbwd.compile(copy.deepcopy(eager), config=Config(verify=True))
+    return eager, copy.deepcopy(eager).double(), compiled
+
+
+def assert_as_eager(compiled, eager, exact, inputs, seed):
+    dtype = inputs[0].dtype
+    right = gradients(exact, [t.double() for t in inputs], seed)
+    theirs = gradients(eager, inputs, seed)
+    for key, grad in gradients(compiled, inputs, seed).items():
+        allowed = budget(relative_l2(theirs[key], right[key]), dtype)
+        error = relative_l2(grad, right[key])
+        assert grad.dtype == theirs[key].dtype
+        assert within(error, allowed), f"{key}: {error:.2e}, allowed {allowed:.2e}"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_training(name, dtype):
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    make, expected = MODELS[name]
-    eager = make().cuda().to(dtype)
-    for parameter_name, parameter in eager.named_parameters():
-        if "norm" in parameter_name and "weight" in parameter_name:
-            nn.init.normal_(parameter, 1.0, 0.3)
-    exact = copy.deepcopy(eager).double()
-    compiled = fusedbwd.compile(copy.deepcopy(eager), config=Config(verify=True))
+    build, expected = MODELS[name]
+    eager, exact, compiled = prepared(build, dtype)
     for seed, (batch, seq) in enumerate([(2, 128), (3, 65)]):
         x = torch.randn(batch, seq, 256, device="cuda").to(dtype)
         rope = name in ("DecoderLayer", "LlamaDecoderLayer")
         tables = rope_tables(batch, seq, 32, device="cuda", dtype=dtype) if rope else ()
-        right = gradients(exact, [t.double() for t in (x, *tables)], seed)
-        theirs = gradients(eager, (x, *tables), seed)
-        ours = gradients(compiled, (x, *tables), seed)
-        for key, grad in ours.items():
-            allowed = budget(relative_l2(theirs[key], right[key]), dtype)
-            error = relative_l2(grad, right[key])
-            assert grad.dtype == theirs[key].dtype
-            assert within(error, allowed), f"{key}: {error:.2e}, allowed {allowed:.2e}"
+        assert_as_eager(compiled, eager, exact, (x, *tables), seed)
     counts = fusedbwd.report(compiled).counts()
     assert {k: v / 2 for k, v in counts.items()} == expected, fusedbwd.report(compiled)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_eager_attention(dtype):
+    """A softmax in float32, for static sizes and then for open ones."""
+    eager, exact, compiled = prepared(lambda: LlamaLayer("eager"), dtype)
+    for seed, (batch, seq) in enumerate([(2, 128), (3, 65)]):
+        x = torch.randn(batch, seq, 256, device="cuda").to(dtype)
+        mask = torch.full((seq, seq), torch.finfo(dtype).min, device="cuda").triu(1).to(dtype)
+        tables = rope_tables(batch, seq, 32, device="cuda", dtype=dtype)
+        assert_as_eager(compiled, eager, exact, (x, *tables, mask[None, None]), seed)
+    counts = fusedbwd.report(compiled).counts()
+    expected = {"swiglu_backward": 2, "rms_norm_backward": 4, "attention_backward": 2}
+    assert counts == expected, fusedbwd.report(compiled)

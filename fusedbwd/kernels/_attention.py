@@ -238,16 +238,14 @@ def key_kernel(
         first_row = _first_block(ends_ptr, blocks, start, GROUP) * BLOCK
     chunks = tl.maximum((seq - first_row + CHUNK - 1) // CHUNK, 0)
 
-    # P, where its rows are aligned and none had to be rounded, or its copy; or dS.
+    # P or its copy, or dS.
+    given_ptr = copy_ptr
     if probs_ptr.dtype == copy_ptr.dtype:
-        w_ptr, by_batch, by_head, by_row = _aligned(
-            is_value & (copied == 0), probs_ptr, probs_stride_b, probs_stride_n, probs_stride_s,
-            tl.where(is_value, copy_ptr, dscores_ptr), heads, seq,
-        )  # fmt: skip
-    else:
-        w_ptr, by_batch, by_head, by_row = _aligned(
-            False, copy_ptr, 0, 0, 0, tl.where(is_value, copy_ptr, dscores_ptr), heads, seq
-        )
+        given_ptr = probs_ptr
+    w_ptr, by_batch, by_head, by_row = _aligned(
+        is_value & (copied == 0), given_ptr, probs_stride_b, probs_stride_n, probs_stride_s,
+        tl.where(is_value, copy_ptr, dscores_ptr), heads, seq,
+    )  # fmt: skip
     x_ptr = tl.where(is_value, grad_ptr, query_ptr)
     stride_b = tl.where(is_value, grad_stride_b, query_stride_b)
     stride_n = tl.where(is_value, grad_stride_n, query_stride_n)
@@ -397,7 +395,7 @@ def _aligned(direct, given_ptr, stride_b, stride_n, stride_s, scratch_ptr, heads
         Its pointer and its strides by eights. Offsets are multiplied out of eights, which tells
         the compiler that loads can be wide.
     """
-    by_row = ((seq + 7) // 8).to(tl.int64)
+    by_row = tl.cast((seq + 7) // 8, tl.int64)
     by_head = by_row * seq
     by_batch = by_head * heads
     return (

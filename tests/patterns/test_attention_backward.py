@@ -78,8 +78,11 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "dynamic"),
+    [(torch.bfloat16, False), (torch.float16, True)],
+    ids=["bfloat16, static", "float16, dynamic"],
+)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spellings(check, name, dtype, dynamic):
     fn, shapes = SPELLINGS[name]
