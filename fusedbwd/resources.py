@@ -181,6 +181,7 @@ def shipped() -> list[tuple[str, Callable, tuple, int | None]]:
     query, keys = (empty(4, n, 1023, 160, dtype=bf16) for n in (32, 8))
     probs, table = empty(4, 32, 1023, 1023, dtype=bf16), empty(4, 1023, 160, dtype=bf16)
     attention = (query, probs, query, keys, keys)
+    wide_probs = empty(4, 32, 1023, 1023, dtype=fp32)
     # As flash attention gives them: [B, heads, S, D], stored by tokens, kv heads repeated.
     repeated = empty(4, 1023, 32, 160, dtype=bf16).transpose(1, 2)
     fixed: list[tuple[str, Callable, tuple]] = [
@@ -206,6 +207,11 @@ def shipped() -> list[tuple[str, Callable, tuple, int | None]]:
             (ffn, ffn, None, ffn_weight, stat, eps, ffn, fp32),
         ),
         ("attention_backward", attention_backward_launch, (*attention, 0.08, False)),
+        (
+            "attention_backward, float32 P",
+            attention_backward_launch,
+            (query, wide_probs, query, keys, keys, 0.08, False),
+        ),
         (
             "attention_rope_backward",
             attention_rope_backward_launch,

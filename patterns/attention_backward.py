@@ -6,9 +6,10 @@ their groups or not. With ``dP = dO·Vᵀ``::
     dS = P·(dP − rowsum(dP·P))·scale
     dq = dS·K    dk = Σ_group dSᵀ·Q    dv = Σ_group Pᵀ·dO
 
-P is read as it was given to ``P·V``, whatever mask made it; nothing is recomputed from q and k.
-Where the softmax is wider than that (float32, then rounded), autograd reads the wide one, and the
-rewrite would lose accuracy: it is made only if the schema saves the rounded P, and so asks for it.
+P is read as it is, whatever mask made it; nothing is recomputed from q and k. Where the softmax is
+in float32 and P is its rounding, as in Hugging Face's eager attention, autograd takes dS from the
+float32 one and dv from P, and so does the fused op: it reads the softmax, and rounds it itself.
+If a schema saves the rounded P, which asks for it to be used, it alone is read.
 
 Where dq and dk then go back through RoPE (:mod:`fusedbwd.patterns.rope`) and all three are
 flattened to [tokens, heads·D], as projections want them, that joins the fusion: the three are
@@ -46,11 +47,11 @@ def _prove(match: Match) -> Rewrite:
     require(rank == 4, f"{softmax.name} has {rank} dimensions, not [batch, heads, query, key]")
     require(dim % rank == rank - 1, f"{node.name} is over dimension {dim}, not the last")
 
-    d_out, v, probs = _values_matmul(d_probs, softmax)
+    d_out, v = _values_matmul(d_probs)
+    probs, rounded = _probabilities(softmax, value(d_out).dtype)
     d_scores, scale = _scaled(node)
     q, k, dq, dk = _scores_matmul(d_scores)
-    dv = _matmul(node.graph, (probs, True), (d_out, False))
-    require(dv is not None, f"no value gradient is computed from {probs.name} and {d_out.name}")
+    dv = _values_gradient(rounded, d_out)
 
     k, group = _unrepeated(k)
     v, v_group = _unrepeated(v)
@@ -68,7 +69,7 @@ def _prove(match: Match) -> Rewrite:
                 same_size(value(n).shape, shape),
                 f"{n.name} is {list(value(n).shape)}, self-attention has {list(shape)}",
             )
-    dtypes = {value(n).dtype for n in (d_out, probs, q, k, v, dq, dk, dv)}
+    dtypes = {value(n).dtype for n in (d_out, *rounded, q, k, v, dq, dk, dv)}
     require(len(dtypes) == 1, f"the operands of the attention at {node.name} differ: {dtypes}")
     (dtype,) = dtypes
     require(dtype.itemsize == 2, f"{dtype} is left to the library's matmuls")
@@ -104,18 +105,35 @@ def _packed(dq, dk, dv, operands, scale: float) -> Rewrite | None:
     return Rewrite(outputs, (*operands, rope_q.cos, rope_q.sin), replacement)
 
 
-def _values_matmul(d_probs: fx.Node, softmax: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """dO, V and the rounded P, from ``d_probs = dO·Vᵀ``."""
+def _values_matmul(d_probs: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """dO and V, from ``d_probs = dO·Vᵀ``."""
     product = _rounded_product(d_probs)
     (d_out, d_out_t), (v, v_t) = map(_heads, product.args)
     require(not d_out_t and v_t, f"{product.name} is not dO times V transposed")
-    dtype = value(d_out).dtype
+    return d_out, v
+
+
+def _probabilities(softmax: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, list[fx.Node]]:
+    """P as the fused op reads it, and its forms in ``dtype`` that ``P·V`` may have been given."""
     if value(softmax).dtype == dtype:
-        return d_out, v, softmax
-    for probs in softmax.users:
-        if probs.target is _CAST and value(probs).dtype == dtype and SAVED_KEY in probs.meta:
-            return d_out, v, probs
-    raise Miss(f"{softmax.name} is {value(softmax).dtype}, and no {dtype} form of it is saved")
+        return softmax, [softmax]
+    casts = [n for n in softmax.users if n.target is _CAST and value(n).dtype == dtype]
+    for probs in casts:
+        if SAVED_KEY in probs.meta:
+            return probs, [probs]
+    wide = value(softmax).dtype
+    require(wide == torch.float32, f"{softmax.name} is {wide}, the operands {dtype}")
+    return softmax, casts
+
+
+def _values_gradient(rounded: list[fx.Node], d_out: fx.Node) -> fx.Node:
+    """``dv = Pᵀ·dO``, for P in any of the forms ``rounded``."""
+    for probs in rounded:
+        dv = _matmul(d_out.graph, (probs, True), (d_out, False))
+        if dv is not None:
+            return dv
+    names = ", ".join(n.name for n in rounded)
+    raise Miss(f"no value gradient is computed from {names or 'P'} and {d_out.name}")
 
 
 def _scaled(node: fx.Node) -> tuple[fx.Node, float]:

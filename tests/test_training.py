@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import nn
 from trained import (
     HEAD_DIM,
@@ -14,10 +15,12 @@ from trained import (
     LlamaLayer,
     SdpaLayer,
     TinyBlock,
+    arguments,
     assert_as_eager,
     compiled_tiny,
     gradients,
     make,
+    saved_bytes,
 )
 
 import fusedbwd
@@ -83,6 +86,41 @@ def test_gradients(name, dynamic):
     graphs = 1 if dynamic else 2
     report = fusedbwd.report(compiled)
     assert report.counts() == {k: graphs * v for k, v in counts.items()}, report
+
+
+EAGER_COUNTS = {"attention_backward": 1, "swiglu_backward": 1, "rms_norm_backward": 2}
+
+
+def causal_mask(seq, dtype):
+    return torch.full((seq, seq), torch.finfo(dtype).min, dtype=dtype).triu(1)[None, None]
+
+
+def test_eager_attention():
+    """Hugging Face's own spelling: a softmax in float32, rounded."""
+    dtype, mask = torch.bfloat16, causal_mask(17, torch.bfloat16)
+    eager = make(lambda: LlamaLayer("Llama", "eager"), dtype)
+    compiled = fusedbwd.compile(copy.deepcopy(eager), config=Config(verify=True))
+    assert_as_eager(compiled, eager, 2, 17, dtype, rounds=8, mask=mask)
+    assert fusedbwd.report(compiled).counts() == EAGER_COUNTS, fusedbwd.report(compiled)
+
+
+@pytest.mark.parametrize("model", ["Llama", "Qwen2", "Mistral"])
+def test_eager_attention_saves_no_more(model, monkeypatch):
+    """Fused, the backward reads the float32 softmax, and its rounding is not saved beside it."""
+    # Only the partitioned graphs matter: they are run, not compiled.
+    monkeypatch.setattr(
+        fusedbwd.training, "compile_fx_inner", lambda gm, inputs, **_: make_boxed_func(gm.forward)
+    )
+    eager = make(lambda: LlamaLayer(model, "eager"), torch.bfloat16)
+    (x, *tables), mask = arguments(eager, 2, 64, torch.bfloat16), causal_mask(64, torch.bfloat16)
+    saved = []
+    for fused in (True, False):
+        config = Config(verify=True, attention_backward=fused)
+        compiled = fusedbwd.compile(copy.deepcopy(eager), config=config)
+        saved.append(saved_bytes(compiled, x.requires_grad_(), *tables, mask))
+        expected = {k: v for k, v in EAGER_COUNTS.items() if fused or k != "attention_backward"}
+        assert fusedbwd.report(compiled).counts() == expected, fusedbwd.report(compiled)
+    assert saved[0] <= saved[1]
 
 
 def test_dynamic_from_the_start(tiny):

@@ -18,23 +18,24 @@ OFF = {pattern.name: False for pattern in PATTERNS}
 
 
 class LlamaLayer(nn.Module):
-    """Hugging Face's layer, called with tensors alone."""
+    """A Hugging Face layer, called with tensors alone."""
 
-    def __init__(self):
+    def __init__(self, model="Llama", attention="sdpa"):
         super().__init__()
-        llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-        config = llama.LlamaConfig(
+        name = model.lower()
+        module = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
+        config = getattr(module, f"{model}Config")(
             hidden_size=HIDDEN,
             intermediate_size=80,
             num_attention_heads=6,
             num_key_value_heads=2,
             head_dim=HEAD_DIM,
-            attn_implementation="sdpa",
+            attn_implementation=attention,
         )
-        self.layer = llama.LlamaDecoderLayer(config, 0)
+        self.layer = getattr(module, f"{model}DecoderLayer")(config, 0)
 
-    def forward(self, x, cos, sin):
-        out = self.layer(x, position_embeddings=(cos, sin))
+    def forward(self, x, cos, sin, mask=None):
+        out = self.layer(x, attention_mask=mask, position_embeddings=(cos, sin))
         return out[0] if isinstance(out, tuple) else out
 
 
@@ -108,13 +109,31 @@ def gradients(module, inputs, seed, with_input=True):
     return {"input": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
 
 
-def assert_as_eager(compiled, eager, batch, seq, dtype=torch.float32, rounds=4, **options):
+def saved_bytes(module, *inputs):
+    """Bytes that a forward of ``module`` keeps for its backward."""
+    storages = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = module(*inputs)
+    assert out.requires_grad and storages
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def assert_as_eager(
+    compiled, eager, batch, seq, dtype=torch.float32, rounds=4, mask=None, **options
+):
     """Over several rounds together, because small gradients are matters of luck."""
     exact = copy.deepcopy(eager).double()
     torch.manual_seed(1000 * batch + seq)
     found = {}
     for seed in range(rounds):
         inputs = arguments(eager, batch, seq, dtype)
+        inputs += () if mask is None else (mask,)
         right = gradients(exact, [t.double() for t in inputs], seed, **options)
         theirs = gradients(eager, inputs, seed, **options)
         ours = gradients(compiled, inputs, seed, **options)

@@ -1,9 +1,9 @@
 """The Triton kernels of :mod:`fusedbwd.kernels.attention`.
 
 Sizes: S = seq queries and as many keys, ``heads`` query heads, ``heads / GROUP`` kv heads of
-2 * HALF columns. Each (batch, head) has S rows of P; BLOCK of them, in HEADS heads, share an
-entry of ``ends``. P's copy and dS have ``padded`` columns, S rounded up to eight, so that their
-rows start at 16-byte boundaries.
+2 * HALF columns. Each (batch, head) has S rows of P; BLOCK of them share an entry of ``ends``.
+P's copy and dS have ``padded`` columns, S rounded up to eight, so that their rows start at
+16-byte boundaries.
 """
 
 from __future__ import annotations
@@ -15,42 +15,29 @@ import triton.language as tl
 @triton.jit
 def prepare_kernel(
     probs_ptr,
-    copy_ptr,
     ends_ptr,
     seq,
     misaligned,
     probs_stride_b,
     probs_stride_n,
     probs_stride_s,
-    CAUSAL: tl.constexpr,
-    HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Where BLOCK rows of HEADS heads end, found from the right; and P's copy if misaligned."""
-    stack, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    stacked = tl.arange(0, HEADS * BLOCK)[:, None]
-    head = (stack * HEADS + stacked // BLOCK).to(tl.int64)
-    row = (block * BLOCK + stacked % BLOCK).to(tl.int64)
+    """Where the nonzero columns of BLOCK rows of a head end."""
+    head, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = batch.to(tl.int64) * probs_stride_b + head.to(tl.int64) * probs_stride_n
+    row = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
     in_rows = row < seq
-    rows = batch * probs_stride_b + head * probs_stride_n + row * probs_stride_s
-    padded = (seq + 7) // 8 * 8
-    if CAUSAL:
-        end = tl.minimum((block + 1) * BLOCK, seq)
+    rows = first + row * probs_stride_s
+    last = first + (tl.minimum((block + 1) * BLOCK, seq) - 1).to(tl.int64) * probs_stride_s
+    if misaligned == 0:  # multiples of eight: the compiler may load 16 bytes at a time
+        padded = (seq + 7) // 8 * 8
+        end = _nonzero_end(probs_ptr, rows // 8 * 8, last // 8 * 8, in_rows, padded, COLUMNS)
     else:
-        if misaligned == 0:  # multiples of eight: the compiler may load 16 bytes at a time
-            end = _nonzero_end(probs_ptr, rows // 8 * 8, in_rows, padded, COLUMNS)
-        else:
-            end = _nonzero_end(probs_ptr, rows, in_rows, seq, COLUMNS)
-        stacks, blocks = tl.num_programs(0), tl.num_programs(1)
-        tl.store(ends_ptr + (batch * stacks + stack) * blocks + block, end)
-    if misaligned != 0:
-        copy_rows = ((batch * tl.num_programs(0) * HEADS + head) * seq + row) * padded
-        for start in range(0, end, COLUMNS):
-            column = (start + tl.arange(0, COLUMNS))[None, :]
-            p = tl.load(probs_ptr + rows + column, in_rows & (column < seq), 0.0)
-            p = p.to(copy_ptr.dtype.element_ty)
-            tl.store(copy_ptr + copy_rows + column, p, in_rows & (column < padded))
+        end = _nonzero_end(probs_ptr, rows, last, in_rows, seq, COLUMNS)
+    heads, blocks = tl.num_programs(0), tl.num_programs(1)
+    tl.store(ends_ptr + (batch * heads + head) * blocks + block, end)
 
 
 @triton.jit
@@ -66,7 +53,7 @@ def query_kernel(
     dscores_ptr,
     dq_ptr,
     seq,
-    misaligned,
+    copied,
     scale,
     grad_stride_b,
     grad_stride_n,
@@ -114,54 +101,60 @@ def query_kernel(
     else:
         blocks = (seq + BLOCK - 1) // BLOCK
         mine = block * ROWS // BLOCK
-        ends_ptr += batch * (heads // HEADS) * blocks
-        end = tl.load(ends_ptr + stack * blocks + mine)
-        ends_ptr += kv_head * (GROUP // HEADS) * blocks
-        furthest = _furthest_end(ends_ptr, blocks, mine + 1, GROUP // HEADS)
+        ends_ptr += batch * heads * blocks
+        own_ends = ends_ptr + stack * HEADS * blocks + mine
+        end = tl.max(tl.load(own_ends + tl.arange(0, HEADS) * blocks))
+        furthest = _furthest_end(ends_ptr + kv_head * GROUP * blocks, blocks, mine + 1, GROUP)
     end = (end + COLUMNS - 1) // COLUMNS * COLUMNS
     stop = (furthest + KEYS - 1) // KEYS * KEYS
 
-    p_rows = _probs_rows(
-        probs_ptr, probs_stride_b, probs_stride_n, probs_stride_s,
-        copy_ptr, misaligned, batch, head, row, heads, seq,
-    )  # fmt: skip
     key_ptr += batch * key_stride_b + kv_head * key_stride_n
     value_ptr += batch * value_stride_b + kv_head * value_stride_n
     dtype = key_ptr.dtype.element_ty
-
     grad_rows = batch * grad_stride_b + head * grad_stride_n + row * grad_stride_s
     grad = _load(grad_ptr, grad_rows, in_rows, 0, WIDTH, HALF)
+    grad2 = grad
     if WIDTH2 > 0:
         grad2 = _load(grad_ptr, grad_rows, in_rows, WIDTH // 2, WIDTH2, HALF)
 
     # dP is computed twice, bit for bit the same: where a row of P is a single one, dS is zero.
-    delta = tl.zeros([HEADS * ROWS, 1], tl.float32)
-    for start in range(0, end, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        in_keys = (column < seq)[:, None]
-        value_rows = column.to(tl.int64)[:, None] * value_stride_s
-        p = tl.load(p_rows + column[None, :], in_rows & (column[None, :] < padded), 0.0)
-        v = _load(value_ptr, value_rows, in_keys, 0, WIDTH, HALF)
-        dp = tl.dot(grad, tl.trans(v), input_precision="ieee")
-        if WIDTH2 > 0:
-            v2 = _load(value_ptr, value_rows, in_keys, WIDTH // 2, WIDTH2, HALF)
-            dp = tl.dot(grad2, tl.trans(v2), dp, input_precision="ieee")
-        delta += tl.sum(p.to(tl.float32) * dp, 1, keep_dims=True)
-
+    given = probs_ptr + batch * probs_stride_b + head * probs_stride_n + row * probs_stride_s
     own_rows = ((batch * heads + head) * seq + row) * padded
+    copy_rows = copy_ptr + own_rows
+    p_rows = given
+    limit = seq
+    if probs_ptr.dtype != copy_ptr.dtype:
+        delta = _delta(
+            given, seq, copy_rows, in_rows, end, grad, grad2, value_ptr, value_stride_s, seq,
+            True, WIDTH, WIDTH2, HALF, COLUMNS,
+        )  # fmt: skip
+    else:
+        limit = padded
+        aligned_ptr, by_batch, by_head, by_row = _aligned(
+            copied == 0, probs_ptr, probs_stride_b, probs_stride_n, probs_stride_s,
+            copy_ptr, heads, seq,
+        )  # fmt: skip
+        p_rows = aligned_ptr + (batch * by_batch + head * by_head + row * by_row) * 8
+        if copied == 0:
+            delta = _delta(
+                p_rows, padded, copy_rows, in_rows, end, grad, grad2, value_ptr, value_stride_s,
+                seq, False, WIDTH, WIDTH2, HALF, COLUMNS,
+            )  # fmt: skip
+        else:
+            delta = _delta(
+                given, seq, copy_rows, in_rows, end, grad, grad2, value_ptr, value_stride_s,
+                seq, True, WIDTH, WIDTH2, HALF, COLUMNS,
+            )  # fmt: skip
+            tl.debug_barrier()  # the copy is read below, by other threads than wrote it
+
     dq = tl.zeros([HEADS * ROWS, WIDTH], tl.float32)
     if WIDTH2 > 0:
         dq2 = tl.zeros([HEADS * ROWS, WIDTH2], tl.float32)
     for start in range(0, end, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         in_keys = (column < seq)[:, None]
-        value_rows = column.to(tl.int64)[:, None] * value_stride_s
-        p = tl.load(p_rows + column[None, :], in_rows & (column[None, :] < padded), 0.0)
-        v = _load(value_ptr, value_rows, in_keys, 0, WIDTH, HALF)
-        dp = tl.dot(grad, tl.trans(v), input_precision="ieee")
-        if WIDTH2 > 0:
-            v2 = _load(value_ptr, value_rows, in_keys, WIDTH // 2, WIDTH2, HALF)
-            dp = tl.dot(grad2, tl.trans(v2), dp, input_precision="ieee")
+        p = tl.load(p_rows + column[None, :], in_rows & (column[None, :] < limit), 0.0)
+        dp = _dp(grad, grad2, value_ptr, value_stride_s, column, seq, WIDTH, WIDTH2, HALF)
         ds = (p.to(tl.float32) * (dp - delta) * scale).to(dtype)
         in_columns = in_rows & (column[None, :] < padded)
         tl.store(dscores_ptr + own_rows + column[None, :], ds, in_columns)
@@ -177,8 +170,8 @@ def query_kernel(
         column = (start + tl.arange(0, COLUMNS))[None, :]
         in_columns = in_rows & (column < padded)
         tl.store(dscores_ptr + own_rows + column, zeros, in_columns)
-        if misaligned != 0:
-            tl.store(copy_ptr + own_rows + column, zeros, in_columns)
+        if copied != 0:
+            tl.store(copy_rows + column, zeros, in_columns)
 
     rows = (batch * seq + row) * dq_stride + head * (2 * HALF)
     table = batch * table_stride_b + row * table_stride_s
@@ -203,7 +196,7 @@ def key_kernel(
     dk_ptr,
     dv_ptr,
     seq,
-    misaligned,
+    copied,
     grad_stride_b,
     grad_stride_n,
     grad_stride_s,
@@ -222,7 +215,6 @@ def key_kernel(
     HALF: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH2: tl.constexpr,
-    HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -242,10 +234,18 @@ def key_kernel(
         first_row = start // ROWS * ROWS
     else:
         blocks = (seq + BLOCK - 1) // BLOCK
-        ends_ptr += (batch * kv_heads + kv_head) * (GROUP // HEADS) * blocks
-        first_row = _first_block(ends_ptr, blocks, start, GROUP // HEADS) * BLOCK
+        ends_ptr += (batch * kv_heads + kv_head) * GROUP * blocks
+        first_row = _first_block(ends_ptr, blocks, start, GROUP) * BLOCK
     chunks = tl.maximum((seq - first_row + CHUNK - 1) // CHUNK, 0)
 
+    # P or its copy, or dS.
+    given_ptr = copy_ptr
+    if probs_ptr.dtype == copy_ptr.dtype:
+        given_ptr = probs_ptr
+    w_ptr, by_batch, by_head, by_row = _aligned(
+        is_value & (copied == 0), given_ptr, probs_stride_b, probs_stride_n, probs_stride_s,
+        tl.where(is_value, copy_ptr, dscores_ptr), heads, seq,
+    )  # fmt: skip
     x_ptr = tl.where(is_value, grad_ptr, query_ptr)
     stride_b = tl.where(is_value, grad_stride_b, query_stride_b)
     stride_n = tl.where(is_value, grad_stride_n, query_stride_n)
@@ -259,12 +259,7 @@ def key_kernel(
         row = first_row + step % chunks * CHUNK + tl.arange(0, CHUNK)
         row = row.to(tl.int64)[:, None]
         in_rows = row < seq
-        p_rows = _probs_rows(
-            probs_ptr, probs_stride_b, probs_stride_n, probs_stride_s,
-            copy_ptr, misaligned, batch, head, row, heads, seq,
-        )  # fmt: skip
-        ds_rows = dscores_ptr + ((batch * heads + head) * seq + row) * padded
-        w_rows = tl.where(is_value, p_rows, ds_rows)
+        w_rows = w_ptr + (batch * by_batch + head * by_head + row * by_row) * 8
         w = tl.load(w_rows + key[None, :], in_rows & (key[None, :] < padded), 0.0)
         x_rows = batch * stride_b + head * stride_n + row * stride_s
         x = _load(x_ptr, x_rows, in_rows, 0, WIDTH, HALF)
@@ -293,58 +288,122 @@ def key_kernel(
 
 
 @triton.jit
-def _nonzero_end(ptr, rows, in_rows, limit, COLUMNS: tl.constexpr):
-    """The end of the last COLUMNS columns that are not zero in all rows; 0 if all are."""
-    end = tl.cdiv(limit, COLUMNS) * COLUMNS
-    nonzero = tl.zeros([], tl.int32)
-    while (end > 0) & (nonzero == 0):
-        column = (end - COLUMNS + tl.arange(0, COLUMNS))[None, :]
+def _nonzero_end(ptr, rows, last, in_rows, limit, COLUMNS: tl.constexpr):
+    """The end of the last column that is not zero in all rows; 0 if all are.
+
+    A row of a causal P ends after the rows before it. So the end of the last row is found first,
+    and all beyond is read without waiting for what it holds.
+    """
+    found = tl.zeros([], tl.int32)
+    for start in range(0, limit, 1024):
+        column = start + tl.arange(0, 1024)
+        p = tl.load(ptr + last + column, column < limit, 0.0)
+        found = tl.maximum(found, tl.max(tl.where(p != 0.0, column + 1, 0)))
+    ends = tl.zeros([rows.shape[0], COLUMNS], tl.int32)
+    for start in range(found // 8 * 8, limit, COLUMNS):
+        column = (start + tl.arange(0, COLUMNS))[None, :]
         p = tl.load(ptr + rows + column, in_rows & (column < limit), 0.0)
-        nonzero = tl.max((p != 0.0).to(tl.int32))
-        end = tl.where(nonzero == 0, end - COLUMNS, end)
-    return end
+        ends = tl.maximum(ends, tl.where(p != 0.0, column + 1, 0))
+    return tl.maximum(found, tl.max(ends))
 
 
 @triton.jit
-def _first_block(ends_ptr, blocks, start, STACKS: tl.constexpr):
-    """The first block of rows, in any of a group's stacks of heads, that ends after ``start``."""
-    stack = tl.arange(0, triton.next_power_of_2(STACKS))[:, None]
+def _first_block(ends_ptr, blocks, start, GROUP: tl.constexpr):
+    """The first block of rows, in any of a group's heads, that ends after ``start``."""
+    head = tl.arange(0, triton.next_power_of_2(GROUP))[:, None]
     found = tl.full([], blocks, tl.int32)
     for first in range(0, blocks, 64):
         block = first + tl.arange(0, 64)[None, :]
-        mask = (stack < STACKS) & (block < blocks)
-        end = tl.load(ends_ptr + stack * blocks + block, mask, 0)
+        end = tl.load(ends_ptr + head * blocks + block, (head < GROUP) & (block < blocks), 0)
         found = tl.minimum(found, tl.min(tl.where(end > start, block, blocks)))
     return found
 
 
 @triton.jit
-def _furthest_end(ends_ptr, blocks, stop, STACKS: tl.constexpr):
-    """The furthest end of the blocks before ``stop``, in any of a group's stacks of heads."""
-    stack = tl.arange(0, triton.next_power_of_2(STACKS))[:, None]
+def _furthest_end(ends_ptr, blocks, stop, GROUP: tl.constexpr):
+    """The furthest end of the blocks before ``stop``, in any of a group's heads."""
+    head = tl.arange(0, triton.next_power_of_2(GROUP))[:, None]
     furthest = tl.zeros([], tl.int32)
     for first in range(0, stop, 64):
         block = first + tl.arange(0, 64)[None, :]
-        end = tl.load(ends_ptr + stack * blocks + block, (stack < STACKS) & (block < stop), 0)
+        end = tl.load(ends_ptr + head * blocks + block, (head < GROUP) & (block < stop), 0)
         furthest = tl.maximum(furthest, tl.max(end))
     return furthest
 
 
 @triton.jit
-def _probs_rows(
-    probs_ptr, stride_b, stride_n, stride_s, copy_ptr, misaligned, batch, head, row, heads, seq
+def _dp(
+    grad,
+    grad2,
+    value_ptr,
+    value_stride_s,
+    column,
+    seq,
+    WIDTH: tl.constexpr,
+    WIDTH2: tl.constexpr,
+    HALF: tl.constexpr,
 ):
-    """Where rows of P start: in P itself if it is aligned, else in the copy.
+    """dP = grad V^T for the keys in ``column``; grad2 is the rest of grad if WIDTH2."""
+    in_keys = (column < seq)[:, None]
+    value_rows = column.to(tl.int64)[:, None] * value_stride_s
+    v = _load(value_ptr, value_rows, in_keys, 0, WIDTH, HALF)
+    dp = tl.dot(grad, tl.trans(v), input_precision="ieee")
+    if WIDTH2 > 0:
+        v2 = _load(value_ptr, value_rows, in_keys, WIDTH // 2, WIDTH2, HALF)
+        dp = tl.dot(grad2, tl.trans(v2), dp, input_precision="ieee")
+    return dp
 
-    Offsets are multiplied out of eights, which tells the compiler that loads can be wide.
+
+@triton.jit
+def _delta(
+    p_rows,
+    limit,
+    copy_rows,
+    in_rows,
+    end,
+    grad,
+    grad2,
+    value_ptr,
+    value_stride_s,
+    seq,
+    COPY: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH2: tl.constexpr,
+    HALF: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """rowsum(dP P), and with COPY the copy of P, rounded to the copy's dtype."""
+    padded = (seq + 7) // 8 * 8
+    delta = tl.zeros([in_rows.shape[0], 1], tl.float32)
+    for start in range(0, end, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        p = tl.load(p_rows + column[None, :], in_rows & (column[None, :] < limit), 0.0)
+        dp = _dp(grad, grad2, value_ptr, value_stride_s, column, seq, WIDTH, WIDTH2, HALF)
+        delta += tl.sum(p.to(tl.float32) * dp, 1, keep_dims=True)
+        if COPY:
+            in_columns = in_rows & (column[None, :] < padded)
+            rounded = p.to(copy_rows.dtype.element_ty)
+            tl.store(copy_rows + column[None, :], rounded, in_columns)
+    return delta
+
+
+@triton.jit
+def _aligned(direct, given_ptr, stride_b, stride_n, stride_s, scratch_ptr, heads, seq):
+    """A [B, N, S, S] tensor with aligned rows: the given one if ``direct``, else a scratch one.
+
+    Returns:
+        Its pointer and its strides by eights. Offsets are multiplied out of eights, which tells
+        the compiler that loads can be wide.
     """
-    copied = ((batch * heads + head) * seq + row) * ((seq + 7) // 8)
-    if probs_ptr.dtype == copy_ptr.dtype:
-        direct = misaligned == 0
-        given = batch * (stride_b // 8) + head * (stride_n // 8) + row * (stride_s // 8)
-        return tl.where(direct, probs_ptr, copy_ptr) + tl.where(direct, given, copied) * 8
-    else:
-        return copy_ptr + copied * 8
+    by_row = tl.cast((seq + 7) // 8, tl.int64)
+    by_head = by_row * seq
+    by_batch = by_head * heads
+    return (
+        tl.where(direct, given_ptr, scratch_ptr),
+        tl.where(direct, stride_b // 8, by_batch),
+        tl.where(direct, stride_n // 8, by_head),
+        tl.where(direct, stride_s // 8, by_row),
+    )
 
 
 @triton.jit

@@ -1,15 +1,17 @@
 """Attention backward on given probabilities, for grouped-query attention and any mask.
 
-Three kernels. The first finds where the nonzero columns of every 64 rows of P end, and copies P
-where its rows do not start at 16-byte boundaries. The second, by query blocks, writes dS and dq.
-The third, by key blocks, is one product: dk = dS^T q and dv = P^T grad, summed over the query
-heads of a group. Zero tiles at the right are skipped by bounds of the loops: a test inside one
-would end its software pipelining. dS is stored rather than computed twice: writing and reading
-it costs about as long as one matmul, and the third kernel gets by without recomputing anything.
+Three kernels. The first finds where the nonzero columns of every 64 rows of P end. The second, by
+query blocks, writes dS and dq; and, where P's rows do not start at 16-byte boundaries or P is
+wider than the other operands, the copy of P that the third reads. The third, by key blocks, is
+one product: dk = dS^T q and dv = P^T grad, summed over the query heads of a group. Zero tiles at
+the right are skipped by bounds of the loops: a test inside one would end its software pipelining.
+dS is stored rather than computed twice: writing and reading it costs about as long as one matmul,
+and the third kernel gets by without recomputing anything.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -42,14 +44,26 @@ class AttentionTile(NamedTuple):
     key_stages: int
 
 
-def attention_tile(group: int, head_dim: int, itemsize: int) -> AttentionTile:
-    """The tiles for ``group`` query heads a kv head, and elements of ``itemsize`` bytes."""
-    heads = 2 - group % 2
+def attention_tile(group: int, head_dim: int, itemsize: int, probs_itemsize: int) -> AttentionTile:
+    """The tiles for ``group`` query heads a kv head, heads of ``head_dim``, and element sizes.
+
+    For 16-bit elements found on an H200 at head_dim 160, with one, two and four heads stacked;
+    the others are as large as registers and shared memory allow.
+
+    Args:
+        itemsize, probs_itemsize: bytes of an element of q, and of P.
+    """
     if itemsize == 4:  # right, but slow: exact products of float32 have no tensor cores
         return AttentionTile(1, 32, 32, 8, 1, 32, 32, 8, 1)
+    heads = math.gcd(group, 4)
+    columns = 64 if probs_itemsize == 2 and heads > 1 else 32
     if head_dim > 192:
-        return AttentionTile(heads, 64 // heads, 64, 8, 2, 64, 64, 8, 3)
-    return AttentionTile(heads, 128 // heads, 64, 8, 2, 128, 64, 8, 3)
+        heads = heads if probs_itemsize == 2 else 1
+        return AttentionTile(heads, 64 // heads, columns, 8, 2, 64, 64, 8, 3)
+    if heads == 1:
+        return AttentionTile(1, 64, columns, 4, 3, 64, 64, 4, 4)
+    stages = 3 if head_dim <= 160 else 2
+    return AttentionTile(heads, 128 // heads, columns, 8, stages, 64, 64, 4, 4)
 
 
 def supported(head_dim: int) -> bool:
@@ -70,8 +84,10 @@ def attention_backward_reference(
 
     dP = grad v^T, dS = scale P (dP - rowsum(dP P)), dq = dS k, dk = dS^T q, dv = P^T grad:
     the chain rule, with softmax's Jacobian diag(P) - P P^T. P may be anything finite, whatever
-    made it. dS is rounded to q's dtype, and so is P if it comes in another; all sums, those over
-    the query heads of a kv head too, are in float32.
+    made it, and come in a wider dtype than the rest: dS is then computed from P as it comes, and
+    dv from P rounded to q's dtype, as autograd does for a float32 softmax that is rounded before
+    it meets v. dS is rounded to q's dtype; all sums, those over the query heads of a kv head too,
+    are in float32.
 
     Args:
         grad_out: [B, N, S, D], gradient of out.
@@ -126,13 +142,13 @@ def _gradients(grad_out, probs, q, k, v, scale):
         """[B, N, ...] -> [B, K, N / K, ...]."""
         return x.to(wide).unflatten(1, (kv_heads, x.shape[1] // kv_heads))
 
-    grad, p = grouped(grad_out), grouped(probs.to(q.dtype))
+    grad, p = grouped(grad_out), grouped(probs)
     dp = grad @ grouped(v).transpose(-2, -1)
     ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
     ds = ds.to(q.dtype).to(wide)
     dq = (ds @ grouped(k)).flatten(1, 2)
     dk = (ds.transpose(-2, -1) @ grouped(q)).sum(2)
-    dv = (p.transpose(-2, -1) @ grad).sum(2)
+    dv = (grouped(probs.to(q.dtype)).transpose(-2, -1) @ grad).sum(2)
     return dq, dk, dv
 
 
@@ -150,24 +166,22 @@ def _launch(grad_out, probs, q, k, v, tables, scale, causal, outputs, tile) -> N
     grad_out, probs, q, k, v = (unit_stride(x) for x in (grad_out, probs, q, k, v))
     batch, heads, seq, head_dim = q.shape
     group = heads // k.shape[1]
-    tile = tile or attention_tile(group, head_dim, q.element_size())
-    block, columns = max(64, tile.rows), max(64, tile.columns)
+    tile = tile or attention_tile(group, head_dim, q.element_size(), probs.element_size())
+    block = max(64, tile.rows)
     row_blocks, padded = (seq + block - 1) // block, (seq + 7) // 8 * 8
 
     # Sums of remainders rather than comparisons: under a compiler, sizes may be symbols.
-    misaligned = 1
-    if probs.dtype == q.dtype:
-        misaligned = sum(n % 8 for n in (seq, probs.storage_offset(), *probs.stride()[:3]))
-    copies = (misaligned + 34) // 35  # 0 or 1: each remainder is at most 7
+    misaligned = sum(n % 8 for n in (seq, probs.storage_offset(), *probs.stride()[:3]))
+    # 0 or 1: each remainder is at most 7.
+    copied = (misaligned + 34) // 35 if probs.dtype == q.dtype else 1
     # One-dimensional and never empty, so that no size of theirs is asked for being 0 or 1.
     elements = batch * heads * seq * padded
-    copy, dscores = q.new_empty((copies * elements + 8,)), q.new_empty((elements + 8,))
+    copy, dscores = q.new_empty((copied * elements + 8,)), q.new_empty((elements + 8,))
     ends = q.new_empty((batch * heads * row_blocks + 8,), dtype=torch.int32)
-    needs_nothing = causal and isinstance(misaligned, int) and misaligned == 0
-    if not needs_nothing:
-        launch(prepare_kernel, (heads // tile.heads, row_blocks, batch))(
-            probs, copy, ends, seq, misaligned, *probs.stride()[:3],
-            CAUSAL=causal, HEADS=tile.heads, BLOCK=block, COLUMNS=columns, num_warps=8,
+    if not causal:
+        launch(prepare_kernel, (heads, row_blocks, batch))(
+            probs, ends, seq, misaligned, *probs.stride()[:3],
+            BLOCK=block, COLUMNS=128, num_warps=block // 8,
         )  # fmt: skip
 
     rope = tables is not None
@@ -186,22 +200,21 @@ def _launch(grad_out, probs, q, k, v, tables, scale, causal, outputs, tile) -> N
         "HALF": head_dim // 2,
         "WIDTH": width,
         "WIDTH2": width2,
-        "HEADS": tile.heads,
         "ROWS": tile.rows,
         "KEYS": tile.keys,
         "BLOCK": block,
     }
     launch(query_kernel, (heads // tile.heads, (seq + tile.rows - 1) // tile.rows, batch))(
         grad_out, probs, copy, ends, k, v, cos, sin, dscores, dq,
-        seq, misaligned, scale,
+        seq, copied, scale,
         *grad_out.stride()[:3], *probs.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         *table_strides, token or dq.stride(2),
-        COLUMNS=tile.columns,
+        HEADS=tile.heads, COLUMNS=tile.columns,
         num_warps=tile.query_warps, num_stages=tile.query_stages, **constants,
     )  # fmt: skip
     launch(key_kernel, (2 * k.shape[1], (seq + tile.keys - 1) // tile.keys, batch))(
         grad_out, probs, copy, ends, q, cos, sin, dscores, dk, dv,
-        seq, misaligned,
+        seq, copied,
         *grad_out.stride()[:3], *probs.stride()[:3], *q.stride()[:3],
         *table_strides, token or dk.stride(2),
         CHUNK=tile.chunk,

@@ -57,7 +57,8 @@ def eager(grad, probs, q, k, v, scale=SCALE, causal=False):
     p = probs.to(wide)
     ds = (p * (dp - (dp * p).sum(-1, keepdim=True)) * scale).to(q.dtype)
     dq = ds @ k.repeat_interleave(group, 1)
-    return dq, summed(ds.transpose(-2, -1) @ q), summed(probs.transpose(-2, -1) @ grad)
+    dv = probs.to(q.dtype).transpose(-2, -1) @ grad
+    return dq, summed(ds.transpose(-2, -1) @ q), summed(dv)
 
 
 def rotate(z, cos, sin):
@@ -200,13 +201,16 @@ def test_layouts(layout, causal, device):
         assert torch.equal(actual, want)
 
 
-def test_wider_probabilities(device):
-    """Float32 probabilities beside 16-bit operands count as rounded."""
-    grad, probs, q, k, v = draw(1, 2, 1, 40, 16, torch.float16, device)
+@pytest.mark.parametrize("causal", [False, True])
+@over_sizes
+def test_wider_probabilities(batch, heads, kv_heads, seq, dim, causal, device):
+    """Float32 P beside 16-bit operands: dS is from P as given, dv from P rounded."""
+    grad, probs, q, k, v = draw(batch, heads, kv_heads, seq, dim, torch.float16, device)
     wide = torch.rand_like(probs, dtype=torch.float32).tril()
-    expected = run(attention_backward_launch, grad, wide.half(), q, k, v, SCALE, True)
-    actual = run(attention_backward_launch, grad, wide, q, k, v, SCALE, True)
-    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+    dq, dk, dv = check((grad, wide, q, k, v), torch.float16, causal=causal)
+    same = run(attention_backward_launch, grad, wide.half(), q, k, v, SCALE, causal)
+    assert torch.equal(dv, same[2])
+    assert seq == 1 or (not torch.equal(dq, same[0]) and not torch.equal(dk, same[1]))
 
 
 @pytest.mark.parametrize("op", [attention_backward, attention_rope_backward])
@@ -248,7 +252,10 @@ def test_what_is_not_supported(device):
 ])  # fmt: skip
 def test_kernel_at_size(batch, heads, kv_heads, seq, dim, causal, dtype, device):
     args = draw(batch, heads, kv_heads, seq, dim, dtype, device)
-    check(args, dtype, causal=causal)
+    first, second = (check(args, dtype, causal=causal) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    wide = torch.rand(args[1].shape, device=device).tril()
+    check((args[0], wide, *args[2:]), dtype, causal=causal)
     args += (*tables(batch, seq, dim, dtype, device), SCALE, causal)
     assert_right(
         run(attention_rope_backward_launch, *args),

@@ -351,8 +351,8 @@ ATTENTIONS = {
     ),
     "attention: softmax in float32": Spelling(
         lambda q, k, v: attention(q, k, v, lambda s: F.softmax(wide(s), -1).to(q.dtype)),
+        ATTENTION,
         shapes=QKV,
-        reason="no torch.bfloat16 form of it is saved",
     ),
     "attention: scale a tensor": Spelling(
         lambda q, k, v, scale: attention(q, k, v, scale=scale),

@@ -5,7 +5,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import wide
+from harness import joint_graph, wide
+
+from fusedbwd import Config
+from fusedbwd.fuse import fuse
 
 PATTERN = "attention_backward"
 
@@ -42,11 +45,16 @@ def plain(**kwargs):
     return lambda q, k, v: attention(q, k, v, **kwargs)
 
 
-def huggingface(q, k, v):
+def wide_softmax(scores):
+    return F.softmax(wide(scores), -1)
+
+
+def huggingface(q, k, v, p=0.0):
     k, v = repeat(k), repeat(v)
     weights = torch.matmul(q, k.transpose(2, 3)) * DIM**-0.5
     mask = torch.full((q.shape[2],) * 2, torch.finfo(q.dtype).min, dtype=q.dtype).triu(1)
-    weights = F.softmax(weights + mask, dim=-1)
+    weights = F.softmax(weights + mask, dim=-1, dtype=wide(q).dtype).to(q.dtype)
+    weights = F.dropout(weights, p=p, training=True)
     return torch.matmul(weights, v).transpose(1, 2).contiguous()
 
 
@@ -55,6 +63,7 @@ SPELLINGS = {
     "no groups": (plain(), FULL),
     "no mask": (grouped(mask=None), SHAPES),
     "Hugging Face": (huggingface, SHAPES),
+    "softmax in float32": (grouped(softmax=wide_softmax), SHAPES),
     "divided scale": (lambda q, k, v: grouped(scale=1.0 / math.sqrt(DIM))(q, k, v), SHAPES),
     "no scale": (grouped(scale=1.0), SHAPES),
     "scaled query": (lambda q, k, v: grouped(scale=1.0)(q * 0.25, k, v), SHAPES),
@@ -69,8 +78,11 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "dynamic"),
+    [(torch.bfloat16, False), (torch.float16, True)],
+    ids=["bfloat16, static", "float16, dynamic"],
+)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spellings(check, name, dtype, dynamic):
     fn, shapes = SPELLINGS[name]
@@ -87,9 +99,16 @@ def rotate_slices(x):
     return torch.cat((-x[..., half:], x[..., :half]), -1)
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("rotate", [rotate_chunk, rotate_slices])
-def test_rope_into_one_buffer(check, rotate, dynamic):
+@pytest.mark.parametrize(
+    ("rotate", "softmax", "dynamic"),
+    [
+        (rotate_chunk, None, False),
+        (rotate_slices, None, True),
+        (rotate_slices, wide_softmax, False),
+        (rotate_chunk, wide_softmax, True),
+    ],
+)
+def test_rope_into_one_buffer(check, rotate, softmax, dynamic):
     """With RoPE and projections on both sides the gradients of all three are packed."""
 
     def fn(x, cos, sin, mq, mk, mv):
@@ -99,7 +118,7 @@ def test_rope_into_one_buffer(check, rotate, dynamic):
         def rope(z):
             return z * cos.unsqueeze(1) + rotate(z) * sin.unsqueeze(1)
 
-        out = grouped()(rope(heads(mq)), rope(heads(mk)), heads(mv))
+        out = grouped(softmax=softmax)(rope(heads(mq)), rope(heads(mk)), heads(mv))
         return out.transpose(1, 2).flatten(2)
 
     shapes = {
@@ -144,17 +163,7 @@ def filled(scores):
     return scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -math.inf)
 
 
-def wide_softmax(scores):
-    return F.softmax(wide(scores), -1)
-
-
 MISSES = {
-    "softmax in float32": (
-        grouped(softmax=wide_softmax),
-        SHAPES,
-        torch.bfloat16,
-        "no torch.bfloat16 form of it is saved",
-    ),
     "float32": (grouped(), SHAPES, torch.float32, "float32"),
     "masked_fill": (
         lambda q, k, v: grouped(mask=None, softmax=lambda s: F.softmax(filled(s), -1))(q, k, v),
@@ -215,3 +224,21 @@ def test_probabilities_used_elsewhere(check):
         return torch.cat([probs @ repeat(v), probs @ repeat(v) * 2], -1)
 
     check(fn, SHAPES, torch.bfloat16, fires=0)
+
+
+def test_the_softmax_wanted_elsewhere(check):
+    """A loss on the float32 softmax adds to its gradient."""
+
+    def fn(q, k, v):
+        probs = wide_softmax(q @ repeat(k).transpose(-2, -1))
+        out = probs.to(q.dtype) @ repeat(v)
+        return out + probs.square().sum(-1, keepdim=True).to(q.dtype)
+
+    check(fn, SHAPES, torch.bfloat16, fires=0)
+
+
+def test_dropout():
+    gm, _ = joint_graph(lambda q, k, v: huggingface(q, k, v, 0.5), SHAPES, torch.bfloat16)
+    report = fuse(gm.graph, Config())
+    assert not report.fired
+    assert "is not a batched matmul" in report.missed[0].reason

@@ -15,6 +15,11 @@ TABLE = ("b", "s", DIM)
 aten = torch.ops.aten
 
 
+def misses(report):
+    """Near misses of this fusion; the matmuls around it have their own."""
+    return [miss for miss in report.missed if miss.fusion == PATTERN]
+
+
 def rotate_chunk(x):
     a, b = x.chunk(2, -1)
     return torch.cat((-b, a), -1)
@@ -117,7 +122,7 @@ SPELLINGS = {
 def test_spellings(check_frozen, name, dtype, dynamic):
     fn, args = SPELLINGS[name]
     report = check_frozen(fn, args, dtype, dynamic=dynamic, fires=1)
-    assert not report.missed
+    assert not misses(report)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
@@ -233,7 +238,7 @@ LOOK_ALIKES = {
 def test_look_alikes(check_frozen, name):
     fn, args, reason = LOOK_ALIKES[name]
     report = check_frozen(fn, args, torch.bfloat16, fires=0)
-    assert [reason in miss.reason for miss in report.missed] == [True], report
+    assert [reason in miss.reason for miss in misses(report)] == [True], report
 
 
 def test_tables_by_other_names(check_frozen):
@@ -261,7 +266,7 @@ def test_gradients_that_are_wanted_or_not(check, name):
     frozen = {"tables": (), "q": ("cos", "sin", "x", "mq"), "v": ("cos", "sin", "x", "mv")}[name]
     report = check(layer(), shapes(), frozen=frozen, fires=0)
     reason = "is used for more than" if name == "tables" else "not all of the gradients"
-    assert reason in report.missed[0].reason
+    assert reason in misses(report)[0].reason
 
 
 FLAVOURS = [
