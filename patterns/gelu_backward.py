@@ -12,7 +12,7 @@ from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match
 from fusedbwd.graph import value
 from fusedbwd.kernels import gelu_backward
 from fusedbwd.patterns.algebra import strip
-from fusedbwd.patterns.pattern import Pattern, Rewrite, require
+from fusedbwd.patterns.pattern import Pattern, Rewrite, require, users
 from fusedbwd.patterns.walk import final_cast, same_numel, sum_over_rows
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ def _prove(match: Match) -> Rewrite:
     width = value(x).shape[-1]
     require(isinstance(width, int), f"the width of {x.name} is not static")
     bias_sum = sum_over_rows(dx)
-    require(bias_sum is not None, f"no bias gradient is summed from {dx.name}")
+    require(bias_sum is not None, f"no bias gradient is summed from {dx.name} ({users(dx)})")
     bias_shape, bias_dtype = value(bias_sum).shape, value(bias_sum).dtype
     dtype = value(dx).dtype
     require(value(x).dtype == dtype, f"{dx.name} is {dtype}, {x.name} {value(x).dtype}")
