@@ -18,6 +18,8 @@ class Config:
         layer_norm_backward: fuse the LayerNorm backward with residual and parameter gradients.
         matmul_swiglu_backward: put the SwiGLU backward in the epilogue of the matmul before it.
         sum_matmul: add up input gradients of projections inside one matmul (16-bit dtypes).
+        gate: leave to Inductor what its own code was measured to do faster on the GPU
+            (:mod:`fusedbwd.gate`); False fuses whatever is proven.
         strict: raise :class:`~fusedbwd.errors.FusionError` where nothing was fused.
         verify: check each rewrite on random data against the subgraph that it replaces, when
             it is compiled; raise :class:`~fusedbwd.errors.VerificationError` on disagreement.
@@ -33,6 +35,7 @@ class Config:
     layer_norm_backward: bool = True
     matmul_swiglu_backward: bool = True
     sum_matmul: bool = True
+    gate: bool = True
     strict: bool = False
     verify: bool = False
     cpp_wrapper: bool = True

@@ -341,7 +341,7 @@ class ExportedBackward:
             compiled, report, fixed, [g.expr for g in shape_env.guards], symbols, ignored
         )
         self._variants.append(variant)
-        log.info("%s compiled for %s: %s", self.schema.name, self.variants[-1], report.summary())
+        log.debug("%s compiled for %s", self.schema.name, self.variants[-1])
         return variant
 
 

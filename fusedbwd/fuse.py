@@ -19,7 +19,7 @@ from torch._inductor.pattern_matcher import (
     register_graph_pattern,
 )
 
-from fusedbwd import compat
+from fusedbwd import compat, gate
 from fusedbwd.config import Config
 from fusedbwd.errors import FusionError
 from fusedbwd.graph import (
@@ -52,7 +52,7 @@ def fuse(graph: fx.Graph, config: Config) -> Report:
     compat.remove_noop_ops(graph)
     for pattern in PATTERNS:
         if config.enabled(pattern.name):
-            pattern_pass(graph, pattern, report, verify=config.verify)
+            pattern_pass(graph, pattern, report, config)
         else:
             report.switched_off.append(pattern.name)
     expand_pass(graph)
@@ -65,10 +65,8 @@ def fuse(graph: fx.Graph, config: Config) -> Report:
     return report
 
 
-def pattern_pass(
-    graph: fx.Graph, pattern: Pattern, report: Report, *, verify: bool = False
-) -> None:
-    """Rewrites every proven match of ``pattern`` and adds to ``report``."""
+def pattern_pass(graph: fx.Graph, pattern: Pattern, report: Report, config: Config) -> None:
+    """Rewrites every proven match of ``pattern`` that pays, and adds to ``report``."""
     proven: dict[fx.Node, Rewrite] = {}
 
     def extra_check(match: Match) -> bool:
@@ -78,6 +76,8 @@ def pattern_pass(
             if rewrite is not None:
                 _check_order(rewrite)
                 _check_saved(rewrite)
+                if config.gate:
+                    _check_pays(pattern, rewrite)
                 proven[node] = rewrite
         except Miss as miss:
             report.missed.append(Missed(pattern.name, node.name, str(miss)))
@@ -86,7 +86,7 @@ def pattern_pass(
     def handler(match: Match, *args: object, **kwargs: object) -> None:
         node = match.output_node()
         rewrite = proven.pop(node)
-        if verify:
+        if config.verify:
             verify_rewrite(pattern.name, rewrite)
         replaced = tuple(n.name for n in rewrite.outputs)
         anchor = node.name
@@ -170,6 +170,16 @@ def _check_saved(rewrite: Rewrite) -> None:
     unread = first_read(rewrite.outputs, rewrite.sources) - first_read(rewrite.operands, ())
     if unread:
         raise Miss(f"it would not read {', '.join(sorted(unread))}, saved for the backward to read")
+
+
+def _check_pays(pattern: Pattern, rewrite: Rewrite) -> None:
+    """A fusion that loses to Inductor's own code is not made."""
+    result = value(rewrite.outputs[0])
+    width = rewrite.width or result.shape[-1]
+    if isinstance(width, int) and width > 0:
+        verdict = gate.verdict(pattern.name, width, result.dtype, result.device)
+        if not verdict.pays:
+            raise Miss(verdict.reason)
 
 
 def _apply(graph: fx.Graph, rewrite: Rewrite, anchor: fx.Node) -> None:

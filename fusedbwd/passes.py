@@ -1,8 +1,8 @@
 """Our passes as Inductor takes them: with identities that keep its caches honest.
 
 Inductor's cache key contains the ``uuid`` of every custom pass. Ours hashes everything that a
-result can depend on: all sources of this package, kernels included, the configuration, the
-list of ops kept whole, and the versions of torch and triton.
+result can depend on: all sources and data of this package, kernels included, the configuration,
+the list of ops kept whole, and the versions of torch and triton.
 """
 
 from __future__ import annotations

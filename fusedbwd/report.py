@@ -38,6 +38,13 @@ class Report:
         """How often each fusion was applied; only those that were."""
         return dict(Counter(f.fusion for f in self.fired))
 
+    def near_misses(self) -> dict[str, list[Missed]]:
+        """The near misses of each fusion that has any, in the order of the graph."""
+        found: dict[str, list[Missed]] = {}
+        for miss in self.missed:
+            found.setdefault(miss.fusion, []).append(miss)
+        return found
+
     def merged(self, other: Report) -> Report:
         """Both reports in one."""
         return Report(
@@ -47,11 +54,11 @@ class Report:
         )
 
     def summary(self) -> str:
-        """One line: what was fused, how often, and how many near misses there were."""
-        counts = self.counts()
-        fused = ", ".join(f"{name} x{n}" for name, n in counts.items()) or "nothing"
+        """One line: what was fused and nearly fused, how often, and what is switched off."""
+        fused = _listed(self.counts()) or "nothing"
+        misses = _listed({name: len(found) for name, found in self.near_misses().items()})
         off = f"; switched off: {', '.join(self.switched_off)}" if self.switched_off else ""
-        return f"fused {fused}; {len(self.missed)} near misses{off}"
+        return f"fused {fused}; near misses: {misses or 'none'}{off}"
 
     def __str__(self) -> str:
         lines = [self.summary()]
@@ -62,3 +69,7 @@ class Report:
             rows = [(m.fusion, m.anchor, m.reason) for m in self.missed]
             lines.append(tabulate(rows, headers=["not fused", "at", "because"]))
         return "\n\n".join(lines)
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} x{n}" for name, n in counts.items())

@@ -31,7 +31,7 @@ from fusedbwd.graph import SAVED_KEY, same_size, value
 from fusedbwd.kernels import attention_backward, attention_rope_backward
 from fusedbwd.kernels.attention import supported
 from fusedbwd.patterns.heads import VIEWS, columns, flattened, group_sum, joined
-from fusedbwd.patterns.pattern import Miss, Pattern, Rewrite, only_user, require
+from fusedbwd.patterns.pattern import Miss, Pattern, Rewrite, only_user, require, users
 from fusedbwd.patterns.rope import rotation_of
 
 aten = torch.ops.aten
@@ -73,7 +73,8 @@ def _prove(match: Match) -> Rewrite:
     require(len(dtypes) == 1, f"the operands of the attention at {node.name} differ: {dtypes}")
     (dtype,) = dtypes
     require(dtype.itemsize == 2, f"{dtype} is left to the library's matmuls")
-    require(isinstance(head_dim, int) and supported(head_dim), f"head_dim {head_dim}")
+    even = f"head_dim {head_dim} is not an even number up to 256"
+    require(isinstance(head_dim, int) and supported(head_dim), even)
 
     operands = (d_out, probs, q, k, v)
     packed = _packed(dq, dk, dv, operands, scale)
@@ -83,7 +84,7 @@ def _prove(match: Match) -> Rewrite:
     def replacement(d_out, probs, q, k, v):
         return attention_backward(d_out, probs, q, k, v, scale, False)
 
-    return Rewrite((dq, dk, dv), operands, replacement)
+    return Rewrite((dq, dk, dv), operands, replacement, width=head_dim)
 
 
 def _packed(dq, dk, dv, operands, scale: float) -> Rewrite | None:
@@ -102,7 +103,9 @@ def _packed(dq, dk, dv, operands, scale: float) -> Rewrite | None:
         packed = attention_rope_backward(d_out, probs, q, k, v, cos, sin, scale, False)
         return columns(packed, outputs, q)
 
-    return Rewrite(outputs, (*operands, rope_q.cos, rope_q.sin), replacement)
+    tables = (rope_q.cos, rope_q.sin)
+    head_dim = value(dq).shape[-1]
+    return Rewrite(outputs, (*operands, *tables), replacement, width=head_dim)
 
 
 def _values_matmul(d_probs: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -167,7 +170,8 @@ def _scores_matmul(d_scores: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Nod
             raise Miss(f"{product.name} uses {d_scores.name} in no way that attention does")
     require(dq is not None and dk is not None, f"{d_scores.name} does not give both dq and dk")
     consumers = set(_consumers(d_scores))
-    require(len(consumers) == 2, f"{d_scores.name} is wanted for more than dq and dk")
+    names = ", ".join(sorted(n.name for n in consumers))
+    require(len(consumers) == 2, f"{d_scores.name} is wanted for more than dq and dk: {names}")
     return q, k, dq, dk
 
 
@@ -225,12 +229,12 @@ def _result(product: fx.Node, *, transposed: bool) -> fx.Node:
     """The [B, N, M, K] node that a bmm's result is used as."""
     node = only_user(product)
     if node is None or node.target not in VIEWS or value(node).dim() != 4:
-        raise Miss(f"{product.name} is not used as [batch, heads, ., .] alone")
+        raise Miss(f"{product.name} is not used as [batch, heads, ., .] alone ({users(product)})")
     if not transposed:
         return node
     back = only_user(node)
     if back is None or back.target is not aten.permute.default or back.args[1] != [0, 1, 3, 2]:
-        raise Miss(f"{product.name} is not transposed back")
+        raise Miss(f"{product.name} is not transposed back ({users(node)})")
     return back
 
 
@@ -269,7 +273,9 @@ def _group_sum(node: fx.Node, group: int) -> fx.Node:
     if group == 1:
         return node
     summed, found = group_sum(node)
-    require(found == group, f"{node.name} is not summed over groups of {group} heads")
+    require(
+        found == group, f"{node.name} is not summed over groups of {group} heads ({users(node)})"
+    )
     return summed
 
 

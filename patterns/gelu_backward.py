@@ -25,7 +25,7 @@ from fusedbwd.patterns.algebra import (
     normal_form,
     strip,
 )
-from fusedbwd.patterns.pattern import Miss, Pattern, Rewrite, require
+from fusedbwd.patterns.pattern import Miss, Pattern, Rewrite, require, users
 from fusedbwd.patterns.walk import (
     cofactors,
     final_cast,
@@ -61,7 +61,7 @@ def _rewrite(grad: fx.Node, x: fx.Node, dx: fx.Node, approximate: str) -> Rewrit
     width = value(x).shape[-1]
     require(isinstance(width, int), f"the width of {x.name} is not static")
     bias_sum = sum_over_rows(dx)
-    require(bias_sum is not None, f"no bias gradient is summed from {dx.name}")
+    require(bias_sum is not None, f"no bias gradient is summed from {dx.name} ({users(dx)})")
     bias_shape, bias_dtype = value(bias_sum).shape, value(bias_sum).dtype
     dtype = value(dx).dtype
     require(value(x).dtype == dtype, f"{dx.name} is {dtype}, {x.name} {value(x).dtype}")

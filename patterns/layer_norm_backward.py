@@ -105,7 +105,7 @@ def _rewrite(
         return tuple(given)
 
     operands = (shaped_like(dx, (grad, x)), grad, x, mean, weight, stat, eps, residual)
-    return Rewrite((dx, *sums), operands, replacement, sources)
+    return Rewrite((dx, *sums), operands, replacement, sources, width)
 
 
 PATTERN = Pattern(

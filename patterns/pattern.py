@@ -26,12 +26,15 @@ class Rewrite:
         sources: tensors that the operands are computed from and the replacement does not
             read (a norm's input, where it reads the normalized tensor): verification starts
             from these.
+        width: elements of a row as :mod:`fusedbwd.gate` counts them, where that is not the
+            last dimension of the first output.
     """
 
     outputs: tuple[fx.Node, ...]
     operands: tuple
     replacement: Callable
     sources: tuple[fx.Node, ...] = ()
+    width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,12 @@ class Pattern:
 def only_user(node: fx.Node) -> fx.Node | None:
     """The single user of ``node``, or None."""
     return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def users(node: fx.Node) -> str:
+    """The users of ``node`` as a miss tells them: how many, and which."""
+    names = [user.name for user in node.users]
+    return f"{len(names)} user{'s' * (len(names) != 1)}: {', '.join(names) or 'none'}"
 
 
 def require(condition: object, reason: str) -> None:

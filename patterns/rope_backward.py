@@ -65,7 +65,8 @@ def _prove(match: Match) -> Rewrite:
     def replacement(dq, dk, dv, cos, sin):
         return columns(rope_backward(dq, dk, dv, cos, sin, group), outputs, dq)
 
-    return Rewrite(outputs, (*gradients, rope_q.cos, rope_q.sin), replacement)
+    operands = (*gradients, rope_q.cos, rope_q.sin)
+    return Rewrite(outputs, operands, replacement, width=head_dim)
 
 
 def _gradients(node: fx.Node) -> tuple[fx.Node, ...]:

@@ -85,7 +85,7 @@ def _rewrite(
 
     shapes = (shaped_like(n, (act, linear, dy)) for n in (d_act, d_linear))
     outputs = (d_act, d_linear) if joined is None else (joined,)
-    return Rewrite(outputs, (*shapes, dy, act, linear), replacement)
+    return Rewrite(outputs, (*shapes, dy, act, linear), replacement, width=width)
 
 
 def _silu(act: fx.Node) -> Poly:

@@ -1,5 +1,9 @@
 #!/usr/bin/env python
-"""Writes docs/saved-tensors.md from the reference problems' schemas, or checks it."""
+"""Writes what is generated in docs/, or checks it.
+
+docs/saved-tensors.md comes from the reference problems' schemas; in docs/fusions.md, the column
+`speed against Inductor` comes from the measurements in fusedbwd/data/.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,11 @@ import re
 import sys
 from pathlib import Path
 
+from fusedbwd import gate
 from fusedbwd.problems import PROBLEMS, Problem
 
-FILE = Path(__file__).resolve().parents[1] / "docs" / "saved-tensors.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+COLUMN = "speed against Inductor"
 
 HEAD = """\
 # Saved tensors
@@ -36,9 +42,53 @@ def section(problem: Problem) -> str:
     return f"## {problem.name}\n\n`{path}`: {summary}\n\n{schema.table()}\n"
 
 
-def text() -> str:
-    """The whole file."""
+def saved_tensors() -> str:
+    """The whole of docs/saved-tensors.md."""
     return "\n".join([HEAD, *map(section, PROBLEMS.values())])
+
+
+def fusions(page: str) -> str:
+    """docs/fusions.md with its table's last column as the data says; other cells stay."""
+    lines = page.splitlines()
+    head = next(line for line in lines if line.endswith(f"| {COLUMN} |"))
+    for i, line in enumerate(lines):
+        if row := re.match(r"\| \[`(\w+)`\]", line):
+            cells = line.split("|")[: head.count("|") - 1]
+            lines[i] = "|".join([*cells, f" {against_inductor(row[1])} |"])
+    return "\n".join(lines) + "\n"
+
+
+def against_inductor(fusion: str) -> str:
+    """The measured speed-ups of a fusion on the H200, least and greatest over widths."""
+    table = gate.tables().get(gate.MEASURED_GPU)
+    rows = [r for r in table.rows if r.fusion == fusion] if table else []
+    found: dict[str, list[float]] = {}
+    off = []
+    for (_, width, dtype), gained in gate.speedups(rows).items():
+        found.setdefault(dtype, []).append(gained)
+        if gained < gate.THRESHOLD:
+            off.append(f"{width} in {dtype}")
+    parts = [
+        f"{span(gains)} in {dtype} ({len(gains)} width{'s' * (len(gains) > 1)})"
+        for dtype, gains in found.items()
+    ]
+    if off:
+        parts.append(f"does not fire at {', '.join(off)}")
+    return "; ".join(parts) or "not measured"
+
+
+def span(gains: list[float]) -> str:
+    least, most = f"{min(gains):.2f}", f"{max(gains):.2f}"
+    return f"{least}×" if least == most else f"{least} to {most}×"
+
+
+def pages() -> dict[Path, str]:
+    """What each file should hold."""
+    by_hand = DOCS / "fusions.md"
+    return {
+        DOCS / "saved-tensors.md": saved_tensors(),
+        by_hand: fusions(by_hand.read_text()),
+    }
 
 
 def words(page: str) -> list[str]:
@@ -47,16 +97,18 @@ def words(page: str) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0; with --check, 1 when the file is not what would be written."""
+    """Returns 0; with --check, 1 when a file is not what would be written."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args(argv)
-    if not args.check:
-        FILE.write_text(text())
-    elif not FILE.exists() or words(FILE.read_text()) != words(text()):
-        print(f"{FILE} is stale: run scripts/write_docs.py", file=sys.stderr)
-        return 1
-    return 0
+    stale = 0
+    for path, text in pages().items():
+        if not args.check:
+            path.write_text(text)
+        elif not path.exists() or words(path.read_text()) != words(text):
+            print(f"{path} is stale: run scripts/write_docs.py", file=sys.stderr)
+            stale = 1
+    return stale
 
 
 if __name__ == "__main__":

@@ -150,6 +150,9 @@ def test_what_the_fingerprint_covers(tmp_path, monkeypatch, fresh_fingerprint):
         seen.add(again())
         path.write_text(text)
         assert again() == first
+    table = package / "data" / "fusions_h200.json"
+    table.write_text(table.read_text() + " ")
+    seen.add(again())
     (package / "kernels" / "more.py").write_text("")
     seen.add(again())
     (package / "kernels" / "more.py").unlink()
@@ -159,7 +162,7 @@ def test_what_the_fingerprint_covers(tmp_path, monkeypatch, fresh_fingerprint):
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "2.99.0")
         seen.add(again())
-    assert len(seen) == len(sources) + 4
+    assert len(seen) == len(sources) + 5
 
 
 def test_the_sources_include_the_patterns():

@@ -8,13 +8,15 @@ from pathlib import Path
 import torch
 
 import fusedbwd
+from fusedbwd import gate
+from fusedbwd.gate import Row, Table
 from fusedbwd.numerics import relative_l2
 from fusedbwd.patterns import PATTERNS
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_saved_tensors_is_current():
+def test_generated_pages_are_current():
     script = runpy.run_path(str(ROOT / "scripts" / "write_docs.py"))
     assert script["main"](["--check"]) == 0
 
@@ -22,13 +24,36 @@ def test_saved_tensors_is_current():
 def test_a_stale_file_is_noticed(tmp_path, capsys):
     script = runpy.run_path(str(ROOT / "scripts" / "write_docs.py"))
     main = script["main"]
-    main.__globals__["FILE"] = tmp_path / "saved-tensors.md"
+    main.__globals__["DOCS"] = tmp_path
+    fusions = (ROOT / "docs" / "fusions.md").read_text()
+    (tmp_path / "fusions.md").write_text(fusions)
     assert main(["--check"]) == 1
     assert main([]) == 0
     assert main(["--check"]) == 0
+    assert (tmp_path / "fusions.md").read_text() == fusions
     (tmp_path / "saved-tensors.md").write_text("old")
     assert main(["--check"]) == 1
-    assert "stale" in capsys.readouterr().err
+    assert "saved-tensors.md is stale" in capsys.readouterr().err
+
+
+def test_the_measured_column(monkeypatch):
+    """Speed-ups over widths by dtype, where the fusion does not fire, and what lacks figures;
+    in a row that had the column and in one that had not."""
+    against = {14336: ("bfloat16", 1.5), 2048: ("bfloat16", 1.1), 33: ("float32", 0.5)}
+    rows = [Row("swiglu_backward", w, d, 128, 1.0, gain) for w, (d, gain) in against.items()]
+    monkeypatch.setattr(gate, "tables", lambda: {gate.MEASURED_GPU: Table("H200", tuple(rows))})
+    script = runpy.run_path(str(ROOT / "scripts" / "write_docs.py"))
+    page = """
+| pattern | dtypes | speed against Inductor |
+|---|---|---|
+| [`swiglu_backward`](#swiglu_backward) | bf16 | old |
+| [`gelu_backward`](#gelu_backward) | all |
+"""
+    assert script["fusions"](page).splitlines()[3:] == [
+        "| [`swiglu_backward`](#swiglu_backward) | bf16 | 1.10 to 1.50× in bfloat16 (2 widths); "
+        "0.50× in float32 (1 width); does not fire at 33 in float32 |",
+        "| [`gelu_backward`](#gelu_backward) | all | not measured |",
+    ]
 
 
 def test_every_fusion_has_a_row_a_section_and_a_switch():
