@@ -172,7 +172,7 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "rope_backward": Subject(
         _sdpa,
-        ((128, (_BF16,)), (64, (_BF16,))),
+        ((160, (_BF16,)), (64, (_BF16,)), (128, (_BF16,))),
         small=(8, _FP32),
         frozen=("cos", "sin"),
     ),

@@ -14,6 +14,7 @@ from fusedbwd import FusedBwdError, FusionError, VerificationError, bench_fusion
 from fusedbwd.bench_fusions import measure, measure_all, table, write
 from fusedbwd.fusion_cases import SUBJECTS, TOKENS, Case, cases
 from fusedbwd.gate import Row
+from fusedbwd.kernels._routes import measurements
 from fusedbwd.patterns import PATTERNS
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "bench_fusions.py"
@@ -22,7 +23,9 @@ SMALL = Case("swiglu_backward", 16, torch.float32, 8)
 
 
 def test_every_fusion_is_measured():
-    assert set(SUBJECTS) == {p.name for p in PATTERNS}
+    """Here, or as a matmul, of which scripts/tune.py measures the routes."""
+    measured = SUBJECTS.keys() | {row["op"] for row in measurements((9, 0))}
+    assert {p.name for p in PATTERNS} <= measured
 
 
 @pytest.mark.parametrize("name", SUBJECTS)

@@ -119,7 +119,7 @@ def data(monkeypatch, tmp_path):
     gate.tables.cache_clear()
     for gpu in ("NVIDIA H200", "NVIDIA B200"):
         content = {"gpu": gpu, "fusions": [vars(r) for r in rows(width=len(gpu), t128=0.5)]}
-        (tmp_path / f"{gpu}.json").write_text(json.dumps(content))
+        (tmp_path / f"fusions_{gpu}.json").write_text(json.dumps(content))
     yield
     gate.tables.cache_clear()
 
