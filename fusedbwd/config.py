@@ -15,6 +15,8 @@ class Config:
         gelu_backward: fuse the GELU backward with the bias gradient.
         rms_norm_backward: fuse the RMSNorm backward with residual and weight gradients.
         layer_norm_backward: fuse the LayerNorm backward with residual and parameter gradients.
+        bf16_matmuls: run the backward's float32 matmuls on bfloat16 operands while
+            ``torch.set_float32_matmul_precision("medium")`` allows it.
         strict: raise :class:`~fusedbwd.errors.FusionError` where nothing was fused.
         verify: check each rewrite on random data against the subgraph that it replaces, when
             it is compiled; raise :class:`~fusedbwd.errors.VerificationError` on disagreement.
@@ -27,6 +29,7 @@ class Config:
     gelu_backward: bool = True
     rms_norm_backward: bool = True
     layer_norm_backward: bool = True
+    bf16_matmuls: bool = True
     strict: bool = False
     verify: bool = False
     cpp_wrapper: bool = True

@@ -32,7 +32,9 @@ from fusedbwd.graph import (
 )
 from fusedbwd.patterns import PATTERNS, Miss, Pattern, Rewrite
 from fusedbwd.patterns.algebra import strip
+from fusedbwd.precision import concerns, in_force
 from fusedbwd.report import Fired, Missed, Report
+from fusedbwd.roundings import place_roundings
 from fusedbwd.verify_rewrite import verify_rewrite
 
 log = logging.getLogger("fusedbwd")
@@ -48,13 +50,14 @@ def fuse(graph: fx.Graph, config: Config) -> Report:
         FusionError: ``config.strict`` and nothing was fused.
         VerificationError: ``config.verify`` and a rewrite disagreed with what it replaced.
     """
-    report = Report()
+    report = Report(precisions=[in_force()] if concerns(graph) else [])
     compat.remove_noop_ops(graph)
     for pattern in PATTERNS:
         if config.enabled(pattern.name):
             pattern_pass(graph, pattern, report, verify=config.verify)
         else:
             report.switched_off.append(pattern.name)
+    place_roundings(graph)
     expand_pass(graph)
     log.info("%s", report.summary())
     for miss in report.missed:

@@ -28,11 +28,16 @@ class Missed:
 
 @dataclass
 class Report:
-    """Fusions applied and missed in one compiled graph (or several, when merged)."""
+    """Fusions applied and missed in one compiled graph (or several, when merged).
+
+    ``precisions``: of float32 matmuls, in force when the graph was compiled ("highest", "high" or
+    "medium"); empty if it has none.
+    """
 
     fired: list[Fired] = field(default_factory=list)
     missed: list[Missed] = field(default_factory=list)
     switched_off: list[str] = field(default_factory=list)
+    precisions: list[str] = field(default_factory=list)
 
     def counts(self) -> dict[str, int]:
         """How often each fusion was applied; only those that were."""
@@ -44,6 +49,7 @@ class Report:
             self.fired + other.fired,
             self.missed + other.missed,
             sorted({*self.switched_off, *other.switched_off}),
+            sorted({*self.precisions, *other.precisions}),
         )
 
     def summary(self) -> str:
@@ -51,7 +57,13 @@ class Report:
         counts = self.counts()
         fused = ", ".join(f"{name} x{n}" for name, n in counts.items()) or "nothing"
         off = f"; switched off: {', '.join(self.switched_off)}" if self.switched_off else ""
-        return f"fused {fused}; {len(self.missed)} near misses{off}"
+        return f"fused {fused}{self._matmuls()}; {len(self.missed)} near misses{off}"
+
+    def _matmuls(self) -> str:
+        if not self.precisions:
+            return ""
+        at = " and ".join(self.precisions)
+        return f"; float32 matmuls at {at!r}, {self.counts().get('bf16_matmuls', 0)} in bfloat16"
 
     def __str__(self) -> str:
         lines = [self.summary()]

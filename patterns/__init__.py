@@ -5,6 +5,7 @@
 
 from fusedbwd.patterns import (
     attention_backward,
+    bf16_matmuls,
     gelu_backward,
     layer_norm_backward,
     rms_norm_backward,
@@ -18,6 +19,7 @@ PATTERNS: tuple[Pattern, ...] = (
     gelu_backward.PATTERN,
     rms_norm_backward.PATTERN,
     layer_norm_backward.PATTERN,
+    bf16_matmuls.PATTERN,
 )
 """Every fusion, in the order in which the passes run."""
 

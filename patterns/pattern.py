@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 from torch._inductor.pattern_matcher import Match, PatternExpr
 
@@ -26,12 +27,15 @@ class Rewrite:
         sources: tensors that the operands are computed from and the replacement does not
             read (a norm's input, where it reads the normalized tensor): verification starts
             from these.
+        rounds_to: what the replacement rounds its operands to, on purpose; verification gives
+            it operands that are exact in that dtype.
     """
 
     outputs: tuple[fx.Node, ...]
     operands: tuple
     replacement: Callable
     sources: tuple[fx.Node, ...] = ()
+    rounds_to: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

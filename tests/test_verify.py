@@ -13,6 +13,7 @@ import torch
 
 from fusedbwd import bench
 from fusedbwd.errors import FusedBwdError, UnsupportedError
+from fusedbwd.precision import matmul_precision
 from fusedbwd.problems import PROBLEMS, get_problem
 from fusedbwd.verify import table, verify, verify_case
 
@@ -194,7 +195,7 @@ def test_unknown_variant():
 def test_percentiles_and_precision():
     assert bench.percentiles([float(v) for v in range(11)]) == (2.0, 5.0, 8.0)
     before = torch.get_float32_matmul_precision()
-    with bench.matmul_precision("medium"):
+    with matmul_precision("medium"):
         assert bench.environment(torch.device("cpu"))["matmul_precision"] == "medium"
     assert torch.get_float32_matmul_precision() == before
 

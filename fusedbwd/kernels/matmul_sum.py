@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusedbwd.errors import UnsupportedError
 from fusedbwd.kernels._matmul import (
@@ -222,8 +223,9 @@ def sum_matmul_fused(
 
 
 def sum_matmul_launch(a, b, residual, out_dtype) -> torch.Tensor:
-    """The kernel for 16-bit operands, cuBLAS for others."""
-    route = sum_matmul_fused if takes(a[0].dtype) else sum_matmul_unfused
+    """The kernel for 16-bit operands with whole rows, cuBLAS for others."""
+    rows = all(statically_known_true(t.stride(1) == 1) for t in (*a, *b))
+    route = sum_matmul_fused if rows and takes(a[0].dtype) else sum_matmul_unfused
     return route(a, b, residual, out_dtype)
 
 
