@@ -18,7 +18,7 @@ from fusedbwd.config import Config
 from fusedbwd.errors import InputError, SchemaError, UnsupportedError
 from fusedbwd.fuse import fuse
 from fusedbwd.partition import backward_graph, unread
-from fusedbwd.precision import in_force
+from fusedbwd.precision import HIGHEST, in_force
 from fusedbwd.problems import get_problem
 from fusedbwd.report import Report
 from fusedbwd.schema import Schema, resolve
@@ -49,8 +49,9 @@ def export_backward(
         saved: the contract. May be left out for a reference problem; for other modules see
             :func:`fusedbwd.infer_schema`.
         dynamic: one compilation serves every value of the schema's size symbols. Sizes of 1,
-            and sizes beyond what 32-bit indices reach, are compiled apart when first met (at
-            most eight variants in all). False: compile for ``sizes`` alone.
+            and sizes beyond what 32-bit indices reach, are compiled apart when first met, and so
+            is each precision of float32 matmuls (at most eight variants in all). False: compile
+            for ``sizes`` alone.
         sizes: a value for each size symbol; needed when ``dynamic`` is False.
         device: where the backward is to run; by default where the module's parameters are.
         config: what to fuse.
@@ -166,7 +167,7 @@ class ExportedBackward:
         return [
             ", ".join(
                 [f"{k}={v.fixed.get(k, 'any')}" for k in self.schema.symbols]
-                + [f"float32 matmuls at {p!r}" for p in v.report.precisions]
+                + [f"float32 matmuls at {p!r}" for p in v.report.precisions if p != HIGHEST]
             )
             for v in self._variants
         ]
@@ -268,8 +269,8 @@ class ExportedBackward:
         for variant in self._variants:
             if variant.allows(precision) and variant.fits(values):
                 return _Plan(variant, shapes, strides)
-        ones = {name: 1 for name, size in values.items() if size == 1}
-        return _Plan(self._compile(ones, hints=values), shapes, strides)
+        fixed = self._fixed or {name: 1 for name, size in values.items() if size == 1}
+        return _Plan(self._compile(fixed, hints=values), shapes, strides)
 
     def _misfit(self, k: int, t: object, shape: tuple) -> InputError:
         i = self.schema.inputs[k]

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import fx, nn
-from torch.fx.node import map_aggregate
 from torch._inductor import config as inductor_config
+from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from fusedbwd import training

@@ -18,7 +18,7 @@ import operator
 import torch
 from torch import fx
 
-from fusedbwd.graph import gradient_nodes, inline, stable_topological_sort, value
+from fusedbwd.graph import gradient_nodes, inline, stable_topological_sort
 from fusedbwd.kernels import (
     gelu_backward,
     layer_norm_backward,
@@ -156,9 +156,7 @@ def _is_only_rounded(node: fx.Node) -> bool:
     )
 
 
-def _viewed(
-    graph: fx.Graph, rounded: fx.Node, views: list[fx.Node], *, before: fx.Node
-) -> fx.Node:
+def _viewed(graph: fx.Graph, rounded: fx.Node, views: list[fx.Node], *, before: fx.Node) -> fx.Node:
     """``rounded``, seen through ``views``."""
     for view in views:
         # Rounded copies are contiguous, where what they are copies of may not have been.

@@ -168,9 +168,7 @@ def check_gradients(
     return tuple(checks)
 
 
-def baseline(
-    problem: Problem, inputs: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], set[str]]:
+def baseline(problem: Problem, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], set[str]]:
     """The documented formulas in the dtypes of ``inputs``, at the precision in force, and the
     names of the gradients that matmuls on bfloat16 operands took part in."""
     if in_force() != MEDIUM:
