@@ -11,12 +11,15 @@ class Config:
 
     Attributes:
         attention_backward: fuse the attention backward on given probabilities (16-bit dtypes).
+        rope_backward: fuse RoPE backward, group sums and packing after SDPA's own backward.
         swiglu_backward: fuse the SwiGLU backward into one packed gradient buffer.
         gelu_backward: fuse the GELU backward with the bias gradient.
         rms_norm_backward: fuse the RMSNorm backward with residual and weight gradients.
         layer_norm_backward: fuse the LayerNorm backward with residual and parameter gradients.
+        matmul_swiglu_backward: put the SwiGLU backward in the epilogue of the matmul before it.
         bf16_matmuls: run the backward's float32 matmuls on bfloat16 operands while
             ``torch.set_float32_matmul_precision("medium")`` allows it.
+        sum_matmul: add up input gradients of projections inside one matmul (16-bit dtypes).
         strict: raise :class:`~fusedbwd.errors.FusionError` where nothing was fused.
         verify: check each rewrite on random data against the subgraph that it replaces, when
             it is compiled; raise :class:`~fusedbwd.errors.VerificationError` on disagreement.
@@ -25,11 +28,14 @@ class Config:
     """
 
     attention_backward: bool = True
+    rope_backward: bool = True
     swiglu_backward: bool = True
     gelu_backward: bool = True
     rms_norm_backward: bool = True
     layer_norm_backward: bool = True
+    matmul_swiglu_backward: bool = True
     bf16_matmuls: bool = True
+    sum_matmul: bool = True
     strict: bool = False
     verify: bool = False
     cpp_wrapper: bool = True

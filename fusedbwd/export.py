@@ -9,6 +9,7 @@ from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import sympy
 import torch
 from torch import nn
 
@@ -17,6 +18,7 @@ from fusedbwd.codegen import CompiledBackward, compile_backward
 from fusedbwd.config import Config
 from fusedbwd.errors import InputError, SchemaError, UnsupportedError
 from fusedbwd.fuse import fuse
+from fusedbwd.kernels._routes import EDGES
 from fusedbwd.partition import backward_graph, unread
 from fusedbwd.precision import HIGHEST, in_force
 from fusedbwd.problems import get_problem
@@ -26,7 +28,7 @@ from fusedbwd.trace import open_sizes, trace_joint
 
 log = logging.getLogger("fusedbwd")
 
-_MAX_VARIANTS = 8
+_MAX_VARIANTS = 16
 
 _COMPILE_LOCK = threading.Lock()  # FX tracing and Inductor keep state of the process
 
@@ -109,6 +111,12 @@ class _Variant:
             return False
         return all(bool(guard.xreplace(values)) for guard in self.guards)
 
+    def token_ranges(self) -> list[str]:
+        """The guards that routes of matmuls left, in the names of the schema's sizes."""
+        names = {symbol: sympy.Symbol(name) for name, symbol in self.symbols.items()}
+        edges = (g for g in self.guards if any(n in EDGES for n in g.atoms(sympy.Integer)))
+        return sorted({str(g.xreplace(names)) for g in edges})
+
 
 @dataclass
 class _Plan:
@@ -167,6 +175,7 @@ class ExportedBackward:
         return [
             ", ".join(
                 [f"{k}={v.fixed.get(k, 'any')}" for k in self.schema.symbols]
+                + v.token_ranges()
                 + [f"float32 matmuls at {p!r}" for p in v.report.precisions if p != HIGHEST]
             )
             for v in self._variants

@@ -34,7 +34,6 @@ from fusedbwd.patterns import PATTERNS, Miss, Pattern, Rewrite
 from fusedbwd.patterns.algebra import strip
 from fusedbwd.precision import concerns, in_force
 from fusedbwd.report import Fired, Missed, Report
-from fusedbwd.roundings import place_roundings
 from fusedbwd.verify_rewrite import verify_rewrite
 
 log = logging.getLogger("fusedbwd")
@@ -57,7 +56,6 @@ def fuse(graph: fx.Graph, config: Config) -> Report:
             pattern_pass(graph, pattern, report, verify=config.verify)
         else:
             report.switched_off.append(pattern.name)
-    place_roundings(graph)
     expand_pass(graph)
     log.info("%s", report.summary())
     for miss in report.missed:
@@ -104,6 +102,7 @@ def pattern_pass(
     for anchor in pattern.anchors:
         register_graph_pattern(anchor, extra_check=extra_check, pass_dict=matcher)(handler)
     matcher.apply(graph)
+    pattern.finish(graph)
     graph.lint()
 
 

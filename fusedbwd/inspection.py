@@ -229,6 +229,8 @@ def write_resources(
 
 def _example(argument: Any) -> Any:
     """A meta tensor, or the number, that stands for an argument of a fused op."""
+    if isinstance(argument, (list, tuple)):
+        return [_example(a) for a in argument]
     val = value(argument)
     if isinstance(val, torch.Tensor):
         sizes, strides = (tuple(map(_hint, x)) for x in (val.shape, val.stride()))

@@ -14,6 +14,7 @@ in order. Three rules hold:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
 
 import torch
 from torch import fx
@@ -91,7 +92,7 @@ def backward_graph(joint: JointGraph) -> fx.GraphModule:
         ) from None
     _lay_out(graph, joint)
     for node in graph.nodes:
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if _draws(node):
             raise SchemaError(
                 f"{schema.name}: the backward would draw random numbers again ({node.target}): "
                 f"tag and save what the forward drew, or put the module in eval mode"
@@ -99,6 +100,17 @@ def backward_graph(joint: JointGraph) -> fx.GraphModule:
     _own_storage(graph)
     graph.lint()
     return fx.GraphModule(joint.gm, graph)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers: attention ops are tagged so, but do for dropout only."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    for argument, given in zip_longest(node.target._schema.arguments, node.args):
+        if argument.name == "dropout_p":
+            p = node.kwargs.get("dropout_p", argument.default_value if given is None else given)
+            return p != 0.0
+    return True
 
 
 def unread(graph: fx.Graph) -> set[str]:

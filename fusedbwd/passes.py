@@ -53,14 +53,16 @@ class PassSequence(CustomGraphPass):
 
 @cache
 def fingerprint() -> str:
-    """A hash of this package's sources, the ops kept whole, and torch's and triton's versions."""
+    """A hash of this package's sources and data, the ops kept whole, and the versions of torch
+    and triton."""
     import triton
 
     digest = hashlib.sha256()
     for item in (torch.__version__, triton.__version__, *map(str, compat.KEPT_WHOLE)):
         digest.update(item.encode())
     package = Path(__file__).parent
-    for path in sorted({*package.rglob("*.py"), *(package / "patterns").rglob("*.py")}):
+    sources = {*package.rglob("*.py"), *(package / "patterns").rglob("*.py")}
+    for path in sorted(sources | {*package.rglob("*.json")}):
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 
 from fusedbwd.errors import UnsupportedError
+from fusedbwd.kernels._matmul import MatmulTile
 from fusedbwd.kernels._op import Launch, record_launches
+from fusedbwd.kernels._routes import tiles
 from fusedbwd.kernels.attention import (
     attention_backward_launch,
     attention_rope_backward_launch,
@@ -32,14 +35,15 @@ from fusedbwd.kernels.layer_norm import (
     layer_norm_backward_launch,
     layer_norm_backward_rounded_launch,
 )
-from fusedbwd.kernels.matmul_gelu import matmul_gelu_backward_launch
-from fusedbwd.kernels.matmul_sum import sum_matmul_launch
-from fusedbwd.kernels.matmul_swiglu import matmul_swiglu_backward_launch
+from fusedbwd.kernels.matmul_gelu import matmul_gelu_backward_fused
+from fusedbwd.kernels.matmul_sum import sum_matmul_fused
+from fusedbwd.kernels.matmul_swiglu import matmul_swiglu_backward_fused
 from fusedbwd.kernels.rms_norm import (
     rms_norm_backward_dx_launch,
     rms_norm_backward_launch,
     rms_norm_backward_rounded_launch,
 )
+from fusedbwd.kernels.rope import rope_backward_launch
 from fusedbwd.kernels.rounding import round_to_launch
 from fusedbwd.kernels.swiglu import swiglu_backward_launch
 
@@ -148,17 +152,21 @@ def compile_launch(launch: Launch, target: str, name: str = "") -> Resources:
 
 
 def compile_shipped(targets: Iterable[str] = TARGETS) -> list[Resources]:
-    """Every kernel of :func:`shipped`, compiled for every target."""
+    """Every kernel of :func:`shipped`, compiled for the targets that launch it."""
+    targets = list(targets)
     return [
         compile_launch(launch, target, name)
-        for name, launcher, args in shipped()
+        for name, launcher, args, capability in shipped()
         for launch in launches(launcher, *args)
         for target in targets
+        if capability in (None, TARGETS[target])
     ]
 
 
-def shipped() -> list[tuple[str, Callable, tuple]]:
-    """The fused ops at the two reference problems' dimensions: name, launcher, arguments.
+def shipped() -> list[tuple[str, Callable, tuple, int | None]]:
+    """The fused ops at the two reference problems' dimensions: name, launcher, arguments, and
+    the one compute capability that launches it, or None for any. Matmul kernels are launched
+    where a table of measurements says so.
 
     Decoder: bfloat16, hidden 5120, intermediate 14336. FFN: float32, hidden 512,
     intermediate 2048; its matmuls in bfloat16. The number of tokens only matters to Triton by
@@ -182,7 +190,9 @@ def shipped() -> list[tuple[str, Callable, tuple]]:
     query, keys = (empty(4, n, 1023, 160, dtype=bf16) for n in (32, 8))
     probs, table = empty(4, 32, 1023, 1023, dtype=bf16), empty(4, 1023, 160, dtype=bf16)
     attention = (query, probs, query, keys, keys)
-    return [
+    # As flash attention gives them: [B, heads, S, D], stored by tokens, kv heads repeated.
+    repeated = empty(4, 1023, 32, 160, dtype=bf16).transpose(1, 2)
+    fixed: list[tuple[str, Callable, tuple]] = [
         ("swiglu_backward", swiglu_backward_launch, (wide, wide, wide)),
         (
             "rms_norm_backward",
@@ -220,14 +230,26 @@ def shipped() -> list[tuple[str, Callable, tuple]]:
             attention_rope_backward_launch,
             (*attention, table, table, 0.08, False),
         ),
+        ("rope_backward", rope_backward_launch, (*3 * (repeated,), table, table, 4)),
         ("gelu_backward, tanh", gelu_backward_launch, (ffn_wide, ffn_wide, "tanh")),
         ("gelu_backward, rounded", gelu_backward_launch, (ffn_wide, ffn_wide, "tanh", bf16)),
         ("gelu_backward, exact", gelu_backward_launch, (ffn_wide, ffn_wide, "none")),
-        ("matmul_swiglu_backward", matmul_swiglu_backward_launch, (hidden, down, wide, wide)),
-        ("matmul_gelu_backward", matmul_gelu_backward_launch, (ffn_grad, fc2, ffn_wide, "tanh")),
         ("round_to", round_to_launch, ([ffn_wide, ffn_weight], bf16)),
-        ("sum_matmul", sum_matmul_launch, (qkv, qkv_weights, hidden, bf16)),
     ]
+    return [(*entry, None) for entry in fixed] + [
+        (f"{name}, {_name(tile)}", partial(fused, tile=tile), args, 10 * major + minor)
+        for name, fused, args in (
+            ("matmul_swiglu_backward", matmul_swiglu_backward_fused, (hidden, down, wide, wide)),
+            ("matmul_gelu_backward", matmul_gelu_backward_fused, (ffn_grad, fc2, ffn_wide, "tanh")),
+            ("sum_matmul", sum_matmul_fused, (qkv, qkv_weights, None, bf16)),
+        )
+        for tile, (major, minor) in tiles(name)
+    ]
+
+
+def _name(tile: MatmulTile) -> str:
+    split = ", split" if tile.split else ""
+    return f"{tile.rows}x{tile.columns}x{tile.depth}, {tile.programs_per_sm} per SM{split}"
 
 
 def _source(launch: Launch) -> ASTSource:

@@ -120,4 +120,7 @@ def _random(fake, seed: int):
     is_statistic = not shape or shape[-1] == 1
     make = torch.rand if is_statistic else torch.randn
     data = make(shape, generator=generator, device=fake.device, dtype=torch.float32)
-    return (data + 0.5 if is_statistic else data).to(fake.dtype)
+    data = (data + 0.5 if is_statistic else data).to(fake.dtype)
+    # In the fake's order of dimensions: the program may view it as only that allows.
+    order = sorted(range(data.dim()), key=lambda d: -_size(fake.stride(d)))
+    return torch.empty_permuted(shape, order, dtype=data.dtype, device=data.device).copy_(data)

@@ -1,6 +1,7 @@
 """The fusions, one a file: each a :class:`~fusedbwd.patterns.pattern.Pattern`.
 
-``algebra`` proves rewrites; ``norms`` and ``walk`` hold the steps that several patterns share.
+``algebra`` proves rewrites; ``heads``, ``norms``, ``rope`` and ``walk`` hold the steps that
+several patterns share.
 """
 
 from fusedbwd.patterns import (
@@ -8,18 +9,24 @@ from fusedbwd.patterns import (
     bf16_matmuls,
     gelu_backward,
     layer_norm_backward,
+    matmul_swiglu_backward,
     rms_norm_backward,
+    rope_backward,
+    sum_matmul,
     swiglu_backward,
 )
 from fusedbwd.patterns.pattern import Miss, Pattern, Rewrite
 
 PATTERNS: tuple[Pattern, ...] = (
     attention_backward.PATTERN,
+    rope_backward.PATTERN,
     swiglu_backward.PATTERN,
     gelu_backward.PATTERN,
     rms_norm_backward.PATTERN,
     layer_norm_backward.PATTERN,
+    matmul_swiglu_backward.PATTERN,
     bf16_matmuls.PATTERN,
+    sum_matmul.PATTERN,
 )
 """Every fusion, in the order in which the passes run."""
 

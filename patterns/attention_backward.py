@@ -29,6 +29,7 @@ from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match
 from fusedbwd.graph import SAVED_KEY, same_size, value
 from fusedbwd.kernels import attention_backward, attention_rope_backward
 from fusedbwd.kernels.attention import supported
+from fusedbwd.patterns.heads import VIEWS, columns, flattened, group_sum, joined
 from fusedbwd.patterns.pattern import Miss, Pattern, Rewrite, only_user, require
 from fusedbwd.patterns.rope import rotation_of
 
@@ -36,7 +37,6 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 _CAST = prims.convert_element_type.default
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def _prove(match: Match) -> Rewrite:
@@ -92,32 +92,16 @@ def _packed(dq, dk, dv, operands, scale: float) -> Rewrite | None:
         return None
     if (rope_q.cos, rope_q.sin) != (rope_k.cos, rope_k.sin):
         return None
-    flat = [_flattened(n) for n in (rope_q.dz, rope_k.dz, dv)]
+    flat = tuple(flattened(n) for n in (rope_q.dz, rope_k.dz, dv))
     if None in flat:
         return None
-    widths = [value(n).shape[-1] for n in flat]
+    outputs = joined(flat)
 
     def replacement(d_out, probs, q, k, v, cos, sin):
         packed = attention_rope_backward(d_out, probs, q, k, v, cos, sin, scale, False)
-        return packed.split(widths, dim=1)
+        return columns(packed, outputs, q)
 
-    return Rewrite(tuple(flat), (*operands, rope_q.cos, rope_q.sin), replacement)
-
-
-def _flattened(node: fx.Node) -> fx.Node | None:
-    """The [B·S, N·D] matrix that ``node`` [B, N, S, D] is used as alone."""
-    permuted = only_user(node)
-    if permuted is None or permuted.target is not aten.permute.default:
-        return None
-    if list(permuted.args[1]) != [0, 2, 1, 3]:
-        return None
-    batch, heads, seq, head_dim = value(node).shape
-    inner = permuted
-    while (user := only_user(inner)) is not None and user.target in (*_VIEWS, aten.clone.default):
-        inner = user
-        if same_size(value(inner).shape, (batch * seq, heads * head_dim)):
-            return inner
-    return None
+    return Rewrite(outputs, (*operands, rope_q.cos, rope_q.sin), replacement)
 
 
 def _values_matmul(d_probs: fx.Node, softmax: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
@@ -172,7 +156,7 @@ def _scores_matmul(d_scores: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Nod
 def _consumers(node: fx.Node) -> Iterator[fx.Node]:
     """What uses ``node``, behind views."""
     for user in node.users:
-        if user.target in (*_VIEWS, aten.permute.default, aten.expand.default):
+        if user.target in (*VIEWS, aten.permute.default, aten.expand.default):
             yield from _consumers(user)
         else:
             yield user
@@ -196,7 +180,7 @@ def _heads(node: fx.Node) -> tuple[fx.Node, bool]:
             if dims not in ([0, 2, 1], [0, 1, 3, 2]):
                 break
             transposed = not transposed
-        elif node.target in _VIEWS:
+        elif node.target in VIEWS:
             before, after = value(source).shape, value(node).shape
             if len(before) != 4 or len(after) != 3 or not same_size(before[2:], after[1:]):
                 break
@@ -212,7 +196,7 @@ def _heads(node: fx.Node) -> tuple[fx.Node, bool]:
 def _rounded_product(node: fx.Node) -> fx.Node:
     """The bmm behind views and casts."""
     product = node
-    while product.op == "call_function" and product.target in (*_VIEWS, _CAST):
+    while product.op == "call_function" and product.target in (*VIEWS, _CAST):
         product = product.args[0]
     if product.op != "call_function" or product.target is not aten.bmm.default:
         raise Miss(f"{node.name} is not a batched matmul")
@@ -222,7 +206,7 @@ def _rounded_product(node: fx.Node) -> fx.Node:
 def _result(product: fx.Node, *, transposed: bool) -> fx.Node:
     """The [B, N, M, K] node that a bmm's result is used as."""
     node = only_user(product)
-    if node is None or node.target not in _VIEWS or value(node).dim() != 4:
+    if node is None or node.target not in VIEWS or value(node).dim() != 4:
         raise Miss(f"{product.name} is not used as [batch, heads, ., .] alone")
     if not transposed:
         return node
@@ -245,7 +229,7 @@ def _unrepeated(node: fx.Node) -> tuple[fx.Node, int]:
     targets = [s.target for s in steps if s.target is not aten.clone.default]
     if (
         len(targets) == 3
-        and targets[0] in _VIEWS
+        and targets[0] in VIEWS
         and targets[1:] == [aten.expand.default, aten.unsqueeze.default]
         and steps[-1].args[1] == 2
         and len(shapes[-1]) == 5
@@ -266,21 +250,8 @@ def _group_sum(node: fx.Node, group: int) -> fx.Node:
     """The gradient of the un-repeated heads, from that of the repeated ones."""
     if group == 1:
         return node
-    batch, heads, seq, head_dim = value(node).shape
-    view = only_user(node)
-    summed = only_user(view) if view is not None and view.target in _VIEWS else None
-    if (
-        summed is None
-        or not same_size(value(view).shape, (batch, heads // group, group, seq, head_dim))
-        or summed.target is not aten.sum.dim_IntList
-        or [d % 5 for d in summed.args[1]] != [2]
-    ):
-        raise Miss(f"{node.name} is not summed over groups of {group} heads")
-    if value(summed).dim() == 5:
-        squeezed = only_user(summed)
-        if squeezed is None or squeezed.target not in (*_VIEWS, aten.squeeze.dim):
-            raise Miss(f"the group sum of {node.name} keeps a dimension")
-        return squeezed
+    summed, found = group_sum(node)
+    require(found == group, f"{node.name} is not summed over groups of {group} heads")
     return summed
 
 

@@ -15,6 +15,7 @@ from fusedbwd.graph import gradient_nodes, value
 from fusedbwd.kernels import round_to, sum_matmul
 from fusedbwd.patterns.pattern import Pattern, Rewrite
 from fusedbwd.precision import MEDIUM, in_force
+from fusedbwd.roundings import place_roundings
 
 aten = torch.ops.aten
 
@@ -45,4 +46,5 @@ PATTERN = Pattern(
     name="bf16_matmuls",
     anchors=[CallFunctionVarArgs(aten.mm.default), CallFunctionVarArgs(aten.addmm.default)],
     prove=_prove,
+    finish=place_roundings,
 )

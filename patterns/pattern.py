@@ -48,11 +48,13 @@ class Pattern:
         prove: gets the match; returns the rewrite, raises :class:`Miss` where it nearly is
             one, or returns None where the anchor is something else altogether. It may walk
             further through the graph from the matched node.
+        finish: run on the graph once all matches are rewritten.
     """
 
     name: str
     anchors: Sequence[PatternExpr]
     prove: Callable[[Match], Rewrite | None]
+    finish: Callable[[fx.Graph], None] = lambda graph: None
 
 
 def only_user(node: fx.Node) -> fx.Node | None:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fusedbwd.graph import reachable, same_size, value
-from fusedbwd.patterns.algebra import NotPolynomial, Poly, constant, monomial
+from fusedbwd.patterns.algebra import NotPolynomial, Poly, constant, is_float, monomial
 from fusedbwd.patterns.pattern import only_user
 
 aten = torch.ops.aten
@@ -132,8 +132,18 @@ def _outside(node: fx.Node, like: torch.Tensor) -> tuple[Poly, ...]:
         and table.args[1] % 4 == 1
         and any(same_size(shape, (b, 1, seq, width)) for b in (batch, 1))
     ):
-        return _pair(table.args[0])
+        return _pair(_unwidened(table.args[0]))
     raise NotPolynomial(node.name)
+
+
+def _unwidened(table: fx.Node) -> fx.Node:
+    """The tensor behind casts that round nothing: q's and k's own casts of one table."""
+    while table.op == "call_function" and table.target in _CASTS:
+        source = table.args[0]
+        if not is_float(source) or value(source).dtype.itemsize >= value(table).dtype.itemsize:
+            break
+        table = source
+    return table
 
 
 def _elementwise(op, a: tuple[Poly, ...], b: tuple[Poly, ...]) -> tuple[Poly, ...]:

@@ -14,6 +14,7 @@ from fusedbwd.patterns.pattern import Miss, only_user
 aten = torch.ops.aten
 prims = torch.ops.prims
 
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _CASTS = (prims.convert_element_type.default, aten._to_copy.default)
 
 
@@ -78,6 +79,14 @@ def sums_columns(node: fx.Node, rows_of: fx.Node) -> bool:
         and sorted(d % rank for d in dims or ()) == list(range(rank - 1))
         and same_numel(source, rows_of)
     )
+
+
+def product_of(node: fx.Node) -> fx.Node | None:
+    """The matmul of which ``node`` is a view, or None."""
+    while node.op == "call_function" and node.target in VIEWS:
+        node = node.args[0]
+    is_product = node.op == "call_function" and node.target is aten.mm.default
+    return node if is_product else None
 
 
 def sum_over_rows(dx: fx.Node) -> fx.Node | None:

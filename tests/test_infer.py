@@ -115,6 +115,34 @@ def test_exported_backward_over_an_inferred_schema_matches_autograd(block, dtype
     assert len(bwd.variants) == 2  # one for a batch of 1
 
 
+class Attend(nn.Module):
+    """SDPA on tagged heads; its output and statistics are not saved, but computed again."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(96), nn.Linear(96, 3 * 96)
+
+    def forward(self, x):
+        heads = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 24)).permute(2, 0, 3, 1, 4)
+        q, k, v = (tag(z, name) for z, name in zip(heads, "qkv", strict=True))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def test_attention_op_without_dropout_is_not_random():
+    module = randomised(Attend())
+    schema = infer_schema(module, torch.randn(3, 7, 96), sizes=SIZES)
+    bwd = fusedbwd.export_backward(module, saved=schema)
+    arguments = draw(schema, module, torch.float32, 2, 9, seed=1)
+    inputs = record_inputs(schema, module, arguments, torch.Generator().manual_seed(1))
+    ours, eager = bwd(**inputs), autograd(module, schema, arguments, inputs["grad_output"])
+    exact = randomised(Attend()).double()
+    wide = {k: t.double() for k, t in arguments.items()}
+    truth = autograd(exact, schema, wide, inputs["grad_output"].double())
+    for name, mine, other, right in zip(ours._fields, ours, eager, truth, strict=True):
+        allowed = budget(relative_l2(other, right), torch.float32)
+        assert within(relative_l2(mine, right), allowed), name
+
+
 def test_geglu_schema():
     schema = infer_schema(GegluBlock(), torch.randn(3, 7, 96), sizes=SIZES)
     assert schema.name == "GegluBlock_backward"

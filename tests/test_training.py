@@ -12,6 +12,7 @@ from trained import (
     OFF,
     TINY_COUNTS,
     LlamaLayer,
+    SdpaLayer,
     TinyBlock,
     assert_as_eager,
     compiled_tiny,
@@ -49,8 +50,9 @@ MODELS = {
     "LlamaDecoderLayer": (
         LlamaLayer,
         torch.bfloat16,
-        {"swiglu_backward": 1, "rms_norm_backward": 2},
+        {"rope_backward": 1, "swiglu_backward": 1, "rms_norm_backward": 2},
     ),
+    "SDPA layer": (SdpaLayer, torch.float32, {"rope_backward": 1}),
     "TransformerEncoderLayer": (
         encoder_layer,
         torch.float32,
@@ -65,6 +67,7 @@ MODELS = {
         ("DecoderLayer", None),
         ("GeluFFN", None),
         ("LlamaDecoderLayer", True),
+        ("SDPA layer", None),
         ("TransformerEncoderLayer", True),
     ],
 )

@@ -38,6 +38,31 @@ class LlamaLayer(nn.Module):
         return out[0] if isinstance(out, tuple) else out
 
 
+class SdpaLayer(nn.Module):
+    """Grouped-query SDPA with RoPE by halves and repeated heads, as in most decoders."""
+
+    def __init__(self, hidden=HIDDEN, heads=6, kv_heads=2, head_dim=HEAD_DIM):
+        super().__init__()
+        self.head_dim, self.group = head_dim, heads // kv_heads
+        self.q = nn.Linear(hidden, heads * head_dim)
+        self.k = nn.Linear(hidden, kv_heads * head_dim)
+        self.v = nn.Linear(hidden, kv_heads * head_dim)
+        self.o = nn.Linear(heads * head_dim, hidden, bias=False)
+
+    def forward(self, x, cos, sin):
+        def heads(projected):
+            return projected.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
+
+        def rope(z):
+            first, second = z.chunk(2, -1)
+            return z * cos.unsqueeze(1) + torch.cat([-second, first], -1) * sin.unsqueeze(1)
+
+        q, k, v = rope(heads(self.q(x))), rope(heads(self.k(x))), heads(self.v(x))
+        k, v = k.repeat_interleave(self.group, 1), v.repeat_interleave(self.group, 1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.o(out.transpose(1, 2).flatten(2))
+
+
 class TinyBlock(nn.Module):
     """Pre-norm GELU feed-forward: small, and quick to compile."""
 
@@ -69,7 +94,7 @@ def make(build, dtype=torch.float32, seed=0):
 
 def arguments(module, batch, seq, dtype):
     x = torch.randn(batch, seq, HIDDEN).to(dtype)
-    rope = isinstance(module, (DecoderLayer, LlamaLayer))
+    rope = isinstance(module, (DecoderLayer, LlamaLayer, SdpaLayer))
     return (x, *rope_tables(batch, seq, HEAD_DIM, dtype=dtype)) if rope else (x,)
 
 

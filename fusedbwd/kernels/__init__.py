@@ -15,6 +15,7 @@ from fusedbwd.kernels.rms_norm import (
     rms_norm_backward_dx,
     rms_norm_backward_rounded,
 )
+from fusedbwd.kernels.rope import rope_backward
 from fusedbwd.kernels.rounding import round_to
 from fusedbwd.kernels.swiglu import swiglu_backward
 
@@ -30,6 +31,7 @@ __all__ = [
     "rms_norm_backward",
     "rms_norm_backward_dx",
     "rms_norm_backward_rounded",
+    "rope_backward",
     "round_to",
     "sum_matmul",
     "swiglu_backward",

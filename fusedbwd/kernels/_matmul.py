@@ -77,7 +77,8 @@ def _describable(operand: torch.Tensor) -> bool:
     start = operand.storage_offset() * operand.itemsize if traced else operand.data_ptr()
     step = operand.stride(0)
     return (
-        statically_known_true(start % _DESCRIPTOR_ALIGNMENT == 0)
+        statically_known_true(operand.stride(1) == 1)
+        and statically_known_true(start % _DESCRIPTOR_ALIGNMENT == 0)
         and statically_known_true(step * operand.itemsize % _DESCRIPTOR_ALIGNMENT == 0)
         and statically_known_true(step >= operand.shape[1])
     )

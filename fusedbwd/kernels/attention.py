@@ -18,6 +18,7 @@ from fusedbwd.errors import UnsupportedError
 from fusedbwd.kernels._attention import key_kernel, prepare_kernel, query_kernel
 from fusedbwd.kernels._op import define_op, launch, next_power_of_2
 from fusedbwd.kernels._tiles import accumulation_dtype, unit_stride
+from fusedbwd.kernels.rope import rope_backward_reference
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -113,14 +114,7 @@ def attention_rope_backward_reference(
         [B S, (N + 2 K) D] in q's dtype: the gradients of q and k before RoPE, and of v.
     """
     dq, dk, dv = _gradients(grad_out, probs, q, k, v, scale)
-    cos, sin = cos.to(dq.dtype).unsqueeze(1), sin.to(dq.dtype).unsqueeze(1)
-
-    def rotate_back(g: torch.Tensor) -> torch.Tensor:
-        first, second = (g * sin).chunk(2, -1)
-        return g * cos + torch.cat([second, -first], -1)
-
-    packed = torch.cat([rotate_back(dq), rotate_back(dk), dv], 1).to(q.dtype)
-    return packed.transpose(1, 2).flatten(2).flatten(0, 1)
+    return rope_backward_reference(dq, dk, dv, cos, sin, 1).to(q.dtype)
 
 
 def _gradients(grad_out, probs, q, k, v, scale):

@@ -58,8 +58,9 @@ def gelu_slope(x, TANH: tl.constexpr):
         # 0 or 1, the second term vanishes, and clamping x keeps it from being 0 * inf.
         u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         z = tl.exp(-2 * tl.abs(u))
-        s = tl.where(u < 0, z, 1.0) / (1 + z)
-        spread = z / ((1 + z) * (1 + z))  # s * (1 - s)
+        r = 1 / (1 + z)
+        s = tl.where(u < 0, z, 1.0) * r
+        spread = z * r * r  # s * (1 - s)
         near = tl.minimum(tl.maximum(x, -100.0), 100.0)
         inner = 0.7978845608028654 * (1 + 3 * 0.044715 * near * near)
         return s + 2 * near * spread * inner

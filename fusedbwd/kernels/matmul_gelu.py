@@ -9,6 +9,7 @@ import triton.language as tl
 from fusedbwd.kernels._matmul import (
     MatmulTile,
     describable,
+    mm,
     multiply,
     operand,
     place,
@@ -17,10 +18,9 @@ from fusedbwd.kernels._matmul import (
 )
 from fusedbwd.kernels._op import define_op, launch
 from fusedbwd.kernels._partials import sum_partials
+from fusedbwd.kernels._routes import Shape, route
 from fusedbwd.kernels._tiles import accumulation_dtype, unit_stride
 from fusedbwd.kernels.gelu import gelu_backward_launch, gelu_backward_reference, gelu_slope
-
-TILE = MatmulTile(128, 128, 64, stages=3, warps=8, programs_per_sm=2, subtiles=4)
 
 
 def matmul_gelu_backward_reference(
@@ -50,8 +50,10 @@ def matmul_gelu_backward_reference(
 def matmul_gelu_backward_unfused(
     grad: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, approximate: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by cuBLAS, which rounds the gradient of gelu(x), and the GELU kernel."""
-    return gelu_backward_launch(torch.mm(grad, weight), x, approximate, grad.dtype)
+    """The same by cuBLAS, which rounds the gradient of gelu(x) unless x is float32, and the GELU
+    kernel."""
+    product = mm(grad, weight, torch.float32 if x.dtype == torch.float32 else grad.dtype)
+    return gelu_backward_launch(product, x, approximate, grad.dtype)
 
 
 @triton.jit
@@ -94,8 +96,8 @@ def _matmul_gelu_kernel(
         for i in tl.static_range(SUBTILES):
             c = (column + i * PIECE + tl.arange(0, PIECE))[None, :]
             mask = (r < tokens) & (c < WIDTH)
-            x = tl.load(x_ptr + r * x_stride + c, mask, 0.0).to(tl.float32)
-            dx = tl.where(mask, pieces[i] * gelu_slope(x, TANH), 0.0)
+            x = tl.load(x_ptr + r * x_stride + c, mask, 0.0, eviction_policy="evict_first")
+            dx = tl.where(mask, pieces[i] * gelu_slope(x.to(tl.float32), TANH), 0.0)
             tl.store(dx_ptr + r * WIDTH + c, dx.to(dx_ptr.dtype.element_ty), mask)
             sums = tl.sum(dx, 0, keep_dims=True)
             tl.store(partial_ptr + down.to(tl.int64) * WIDTH + c, sums, c < WIDTH)
@@ -106,7 +108,7 @@ def matmul_gelu_backward_fused(
     weight: torch.Tensor,
     x: torch.Tensor,
     approximate: str,
-    tile: MatmulTile = TILE,
+    tile: MatmulTile,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches the kernel, then adds up the row blocks' shares of dbias in a fixed order."""
     grad, weight, x = unit_stride(grad), unit_stride(weight), unit_stride(x)
@@ -141,11 +143,21 @@ def matmul_gelu_backward_fused(
     return dx, sum_partials(partial)[0]
 
 
+def matmul_gelu_backward_shape(grad, weight, x, approximate) -> Shape:
+    """What the choice of a route depends on, beside the number of tokens."""
+    name = str(x.dtype).removeprefix("torch.")
+    return Shape("matmul_gelu_backward", weight.shape[0], weight.shape[1], 1, False, name)
+
+
 def matmul_gelu_backward_launch(grad, weight, x, approximate) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel for 16-bit operands, cuBLAS and the GELU kernel for others."""
-    fused = takes(grad.dtype)
-    route = matmul_gelu_backward_fused if fused else matmul_gelu_backward_unfused
-    return route(grad, weight, x, approximate)
+    """The kernel where it was measured to be faster, else cuBLAS and the GELU kernel."""
+    tile = None
+    if takes(grad.dtype) and describable(grad, weight):
+        shape = matmul_gelu_backward_shape(grad, weight, x, approximate)
+        tile = route(shape, grad.shape[0], grad.device)
+    if tile is None:
+        return matmul_gelu_backward_unfused(grad, weight, x, approximate)
+    return matmul_gelu_backward_fused(grad, weight, x, approximate, tile)
 
 
 def _fake(grad, weight, x, approximate):

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusedbwd.errors import UnsupportedError
 from fusedbwd.kernels._matmul import (
@@ -28,10 +27,10 @@ from fusedbwd.kernels._matmul import (
     workspace,
 )
 from fusedbwd.kernels._op import define_op, launch
+from fusedbwd.kernels._routes import Shape, route
 from fusedbwd.kernels._tiles import accumulation_dtype, row_stride, unit_stride
 
 MAX_PAIRS = 3
-TILE = MatmulTile(128, 128, 64, stages=5, warps=8, subtiles=2, split=True)
 
 
 def sum_matmul_reference(
@@ -174,7 +173,7 @@ def sum_matmul_fused(
     b: Sequence[torch.Tensor],
     residual: torch.Tensor | None,
     out_dtype: torch.dtype,
-    tile: MatmulTile = TILE,
+    tile: MatmulTile,
 ) -> torch.Tensor:
     """Launches the kernel and, if tiles may be split, the one that joins them."""
     if not 0 < len(a) == len(b) <= MAX_PAIRS:
@@ -222,11 +221,22 @@ def sum_matmul_fused(
     return out
 
 
+def sum_matmul_shape(a, b, residual, out_dtype) -> Shape:
+    """What the choice of a route depends on, beside the number of tokens."""
+    depth, width = sum(y.shape[0] for y in b), b[0].shape[1]
+    name = str(out_dtype).removeprefix("torch.")
+    return Shape("sum_matmul", depth, width, len(a), residual is not None, name)
+
+
 def sum_matmul_launch(a, b, residual, out_dtype) -> torch.Tensor:
-    """The kernel for 16-bit operands with whole rows, cuBLAS for others."""
-    rows = all(statically_known_true(t.stride(1) == 1) for t in (*a, *b))
-    route = sum_matmul_fused if rows and takes(a[0].dtype) else sum_matmul_unfused
-    return route(a, b, residual, out_dtype)
+    """The kernel where it was measured to be faster, else cuBLAS."""
+    tile = None
+    if takes(a[0].dtype) and describable(*a, *b):
+        shape = sum_matmul_shape(a, b, residual, out_dtype)
+        tile = route(shape, a[0].shape[0], a[0].device)
+    if tile is None:
+        return sum_matmul_unfused(a, b, residual, out_dtype)
+    return sum_matmul_fused(a, b, residual, out_dtype, tile)
 
 
 sum_matmul = define_op(

@@ -16,14 +16,13 @@ from fusedbwd.kernels._matmul import (
     takes,
 )
 from fusedbwd.kernels._op import define_op, launch
+from fusedbwd.kernels._routes import Shape, route
 from fusedbwd.kernels._tiles import accumulation_dtype, unit_stride
 from fusedbwd.kernels.swiglu import (
     swiglu_backward_launch,
     swiglu_backward_reference,
     swiglu_gradients,
 )
-
-TILE = MatmulTile(128, 256, 64, stages=3, warps=8, subtiles=4)
 
 
 def matmul_swiglu_backward_reference(
@@ -91,11 +90,14 @@ def _matmul_swiglu_kernel(
         pieces = subtiles(acc, SUBTILES)
         PIECE: tl.constexpr = COLUMNS // SUBTILES
         r = (row + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        # Read once: not to push operands that other programs will read out of the L2 cache.
         for i in tl.static_range(SUBTILES):
             c = (column + i * PIECE + tl.arange(0, PIECE))[None, :]
             mask = (r < tokens) & (c < WIDTH)
-            act = tl.load(act_ptr + r * act_stride + c, mask, 0.0)
-            linear = tl.load(linear_ptr + r * linear_stride + c, mask, 0.0)
+            act = tl.load(act_ptr + r * act_stride + c, mask, 0.0, eviction_policy="evict_first")
+            linear = tl.load(
+                linear_ptr + r * linear_stride + c, mask, 0.0, eviction_policy="evict_first"
+            )
             d_act, d_linear = swiglu_gradients(pieces[i], act, linear)
             packed = packed_ptr + r * (2 * WIDTH) + c
             tl.store(packed, d_act.to(dtype), mask)
@@ -107,7 +109,7 @@ def matmul_swiglu_backward_fused(
     weight: torch.Tensor,
     act: torch.Tensor,
     linear: torch.Tensor,
-    tile: MatmulTile = TILE,
+    tile: MatmulTile,
 ) -> torch.Tensor:
     """Launches the kernel."""
     grad, weight = unit_stride(grad), unit_stride(weight)
@@ -141,11 +143,21 @@ def matmul_swiglu_backward_fused(
     return packed
 
 
+def matmul_swiglu_backward_shape(grad, weight, act, linear) -> Shape:
+    """What the choice of a route depends on, beside the number of tokens."""
+    name = str(act.dtype).removeprefix("torch.")
+    return Shape("matmul_swiglu_backward", weight.shape[0], weight.shape[1], 1, False, name)
+
+
 def matmul_swiglu_backward_launch(grad, weight, act, linear) -> torch.Tensor:
-    """The kernel for 16-bit operands, cuBLAS and the SwiGLU kernel for others."""
-    fused = takes(grad.dtype)
-    route = matmul_swiglu_backward_fused if fused else matmul_swiglu_backward_unfused
-    return route(grad, weight, act, linear)
+    """The kernel where it was measured to be faster, else cuBLAS and the SwiGLU kernel."""
+    tile = None
+    if takes(grad.dtype) and describable(grad, weight):
+        shape = matmul_swiglu_backward_shape(grad, weight, act, linear)
+        tile = route(shape, grad.shape[0], grad.device)
+    if tile is None:
+        return matmul_swiglu_backward_unfused(grad, weight, act, linear)
+    return matmul_swiglu_backward_fused(grad, weight, act, linear, tile)
 
 
 matmul_swiglu_backward = define_op(

@@ -15,16 +15,18 @@ _COUNTS = pytest.StashKey[dict]()
 def check(request):
     """:func:`harness.check`, which also asserts how often each fusion fires.
 
-    Called with ``fires``, the expected count of the module's PATTERN; no other may fire.
+    Called with ``fires``, the expected count of the module's PATTERN; none may fire but those
+    in ``others``, a number of times each.
     """
     pattern = request.module.PATTERN
     counts = request.config.stash.setdefault(_COUNTS, {})
 
-    def run(*args, fires: int, **kwargs):
+    def run(*args, fires: int, others: dict[str, int] | None = None, **kwargs):
         report = harness.check(*args, **kwargs)
         total = counts.setdefault(request.node.nodeid, Counter({pattern: 0}))
         total.update(report.counts())
-        assert report.counts() == ({pattern: fires} if fires else {}), report
+        expected = ({pattern: fires} if fires else {}) | (others or {})
+        assert report.counts() == expected, report
         return report
 
     return run

@@ -13,6 +13,8 @@ from fusedbwd.precision import HIGH, HIGHEST, MEDIUM, in_force, matmul_precision
 
 PATTERN = "bf16_matmuls"
 
+ALONE = Config(verify=True, sum_matmul=False)  # which adds up the matmuls that this makes
+
 aten = torch.ops.aten
 ours = torch.ops.fusedbwd
 
@@ -48,7 +50,7 @@ MODULES = {
 @pytest.mark.parametrize("name", MODULES)
 def test_spellings(check, name, dynamic):
     fn, matmuls = MODULES[name]
-    check(fn, arguments_of(fn), dynamic=dynamic, precision=MEDIUM, fires=matmuls)
+    check(fn, arguments_of(fn), dynamic=dynamic, config=ALONE, precision=MEDIUM, fires=matmuls)
 
 
 def test_conv1d(check):
@@ -57,13 +59,13 @@ def test_conv1d(check):
     def fn(x, m, b):
         return torch.addmm(b, x.flatten(0, 1), m).view_as(x)
 
-    check(fn, arguments_of(fn), dynamic=True, precision=MEDIUM, fires=2)
+    check(fn, arguments_of(fn), dynamic=True, config=ALONE, precision=MEDIUM, fires=2)
 
 
 def test_frozen(check):
     fn = MODULES["one weight twice"][0]
-    check(fn, arguments_of(fn), frozen=("m",), precision=MEDIUM, fires=2)
-    check(linear, arguments_of(linear), frozen=("x",), precision=MEDIUM, fires=1)
+    check(fn, arguments_of(fn), frozen=("m",), config=ALONE, precision=MEDIUM, fires=2)
+    check(linear, arguments_of(linear), frozen=("x",), config=ALONE, precision=MEDIUM, fires=1)
 
 
 class Decayed(torch.autograd.Function):
@@ -85,7 +87,7 @@ DECAYED = {"x": ("t", WIDTH), "m": (WIDTH, WIDTH), "w": (WIDTH,)}
 
 def test_addmm(check):
     """What is added stays float32."""
-    check(lambda x, m, w: Decayed.apply(x, m, w), DECAYED, precision=MEDIUM, fires=2)
+    check(lambda x, m, w: Decayed.apply(x, m, w), DECAYED, config=ALONE, precision=MEDIUM, fires=2)
 
 
 LOOKALIKES = {
@@ -124,7 +126,7 @@ def nodes(gm, op, *, precision=None):
     """The calls of ``op`` in the graph, fused if a precision is given."""
     if precision is not None:
         with matmul_precision(precision):
-            fuse(gm.graph, Config())
+            fuse(gm.graph, ALONE)
     return gm.graph.find_nodes(op="call_function", target=op.default)
 
 
@@ -186,6 +188,17 @@ def test_rms_norm_gives_both():
 def test_numbers_where_other_fusions_fire(fn):
     report = harness.check(fn, arguments_of(fn), dynamic=True, precision=MEDIUM)
     assert report.counts()[PATTERN] == 4
+
+
+def test_sums_of_them_are_taken_by_the_next_fusion():
+    """The residual's gradient is added inside, in float32."""
+    gm, _ = joint_graph(ffn, arguments_of(ffn), dynamic=True)
+    with matmul_precision(MEDIUM):
+        report = fuse(gm.graph, Config(verify=True))
+    assert report.counts()["sum_matmul"] == 1
+    (added,) = [n for n in nodes(gm, ours.sum_matmul) if n.args[2] is not None]
+    assert added.args[2].meta["val"].dtype == torch.float32
+    assert len(nodes(gm, ours.layer_norm_backward_rounded)) == 1
 
 
 def test_shared_tensors_are_rounded_once():

@@ -1,0 +1,129 @@
+"""Input gradients that are added up: two or three matmuls, and a residual, in one.
+
+Projections that share their input (q, k and v; gate and up) each give a gradient for it::
+
+    dx = dy_0 @ W_0 + dy_1 @ W_1 + ... (+ residual)
+
+Replaces the matmuls and the additions by one kernel that walks all the sums' steps, so that
+only the total is rounded and no partial result goes through memory. A single matmul and a
+residual are taken where the matmul's result is wider than its operands; the library's addmm
+does as well where it is not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._inductor.pattern_matcher import Arg, CallFunction, Match
+
+from fusedbwd.graph import gradient_nodes, same_size, value
+from fusedbwd.kernels import sum_matmul
+from fusedbwd.kernels._matmul import takes
+from fusedbwd.kernels._routes import pays
+from fusedbwd.kernels.matmul_sum import MAX_PAIRS, sum_matmul_shape
+from fusedbwd.patterns.pattern import Pattern, Rewrite, only_user, require
+from fusedbwd.patterns.walk import VIEWS
+
+aten = torch.ops.aten
+
+
+def _prove(match: Match) -> Rewrite | None:
+    node = match.output_node()
+    if node not in gradient_nodes(node.graph) or _is_inner(node):
+        return None
+    terms = _terms(node)
+    products = {t: p for t in terms if (p := _product(t)) is not None}
+    rest = [t for t in terms if t not in products]
+    if not products or (len(products) == 1 and not (rest and _widens(*products.values()))):
+        return None  # an addition like any other
+
+    names = ", ".join(t.name for t in terms)
+    require(len(products) <= MAX_PAIRS, f"{node.name} adds up {len(products)} matmuls: {names}")
+    require(len(rest) <= 1, f"{node.name} adds {len(rest)} tensors to its matmuls: {names}")
+    out, dtype = value(node), value(node).dtype
+    for term in terms:
+        v = value(term)
+        require(
+            v.dtype == dtype and same_size(v.shape, out.shape),
+            f"{term.name} is {v.dtype} {list(v.shape)}, the sum {node.name} {dtype} "
+            f"{list(out.shape)}",
+        )
+    pairs = [p for matmul in products.values() for p in _pairs(matmul)]
+    require(len(pairs) <= MAX_PAIRS, f"{node.name} adds up {len(pairs)} matmuls: {names}")
+    for operand in (n for pair in pairs for n in pair):
+        v = value(operand)
+        require(takes(v.dtype), f"{operand.name} is {v.dtype}: left to the library's matmuls")
+        require(v.stride(1) == 1, f"{operand.name} has strides {list(v.stride())}")
+    a, b = ([p[i] for p in pairs] for i in (0, 1))
+    shape = sum_matmul_shape([*map(value, a)], [*map(value, b)], rest or None, dtype)
+    require(pays(shape, out.device), f"as measured, cuBLAS is faster on {shape}")
+
+    # A view's own sizes, so that the result has the sum's shape in the graph's own symbols.
+    viewed = next((t for t in products if t.target in VIEWS), None)
+    require(viewed is not None or out.dim() == 2, f"{node.name} is not a view of its matmuls")
+    sizes = viewed.args[1] if viewed is not None else ()
+    count, width = len(pairs), value(b[0]).shape[1]
+
+    def replacement(*operands):
+        a, b = operands[:count], operands[count : 2 * count]
+        residual, *sizes = operands[2 * count :]
+        residual = None if residual is None else residual.reshape(-1, width)
+        dx = sum_matmul(a, b, residual, dtype)
+        return (dx.reshape(sizes) if sizes else dx,)
+
+    return Rewrite((node,), (*a, *b, rest[0] if rest else None, *sizes), replacement)
+
+
+def _is_inner(node: fx.Node) -> bool:
+    """Whether ``node``'s value only goes into another addition, which then is the anchor."""
+    user = only_user(node)
+    while user is not None and user.target in VIEWS:
+        user = only_user(user)
+    return user is not None and _is_sum(user)
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return (
+        node.target is aten.add.Tensor
+        and not node.kwargs
+        and all(isinstance(a, fx.Node) and isinstance(value(a), torch.Tensor) for a in node.args)
+    )
+
+
+def _terms(node: fx.Node) -> list[fx.Node]:
+    """What ``node`` adds up; a partial sum that is used elsewhere too is a term."""
+    terms, todo = [], list(node.args[::-1])
+    while todo:
+        term = todo.pop()
+        if _is_sum(term) and len(term.users) == 1:
+            todo.extend(term.args[::-1])
+        else:
+            terms.append(term)
+    return terms
+
+
+def _product(term: fx.Node) -> fx.Node | None:
+    """The matmul of which ``term`` alone is a view."""
+    node = term
+    while len(node.users) == 1 and node.target in VIEWS:
+        node = node.args[0]
+    is_product = node.target is aten.mm.default or (
+        node.target is sum_matmul and node.args[2] is None
+    )
+    return node if is_product and len(node.users) == 1 else None
+
+
+def _pairs(matmul: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    a, b = matmul.args[:2]
+    return [(a, b)] if isinstance(a, fx.Node) else list(zip(a, b, strict=True))
+
+
+def _widens(matmul: fx.Node) -> bool:
+    return value(matmul).dtype != value(_pairs(matmul)[0][0]).dtype
+
+
+PATTERN = Pattern(
+    name="sum_matmul",
+    anchors=[CallFunction(aten.add.Tensor, Arg(), Arg())],
+    prove=_prove,
+)

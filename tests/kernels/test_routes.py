@@ -1,0 +1,135 @@
+"""Which route a matmul takes: the rule on made-up tables, and the tables that are shipped."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from fusedbwd.kernels import _routes
+from fusedbwd.kernels._matmul import MatmulTile
+from fusedbwd.kernels._routes import EDGES, Shape, nearest, ranges, route, tiles
+
+A, B = MatmulTile(16, 32, 16, 2, 4), MatmulTile(32, 32, 16, 2, 4)
+SHAPE = Shape("sum_matmul", 512, 256, 2, False, "bfloat16")
+H200 = (9, 0)
+GPU = torch.device("cuda", 0)
+
+
+def row(tokens, cublas, a, b, **shape):
+    routes = [{"tile": A._asdict(), "ms": a}, {"tile": B._asdict(), "ms": b}]
+    shape = SHAPE._replace(**shape)._asdict()
+    return shape | {"tokens": tokens, "cublas_ms": cublas, "routes": routes}
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """Puts rows in the place of the shipped ones, and a GPU that they were measured on."""
+
+    def use(*rows):
+        _routes._routes.cache_clear()
+        monkeypatch.setattr(_routes, "measurements", lambda c: rows if c == H200 else ())
+        monkeypatch.setattr(
+            _routes, "_capability", lambda device: H200 if device.type == "cuda" else None
+        )
+
+    yield use
+    _routes._routes.cache_clear()
+
+
+def test_the_fastest_wins_in_each_class():
+    assert ranges(row([128, 512, 2048], [3, 3, 3], [2, 2, 4], [4, 1, 4])) == (
+        (EDGES[0], A),
+        (EDGES[1], B),
+        (math.inf, None),
+    )
+
+
+def test_one_slow_count_puts_a_kernel_out():
+    """Below 97 % of cuBLAS's speed somewhere in the class, whatever the mean."""
+    classes = dict(ranges(row([1024, 2048], [1, 1], [0.5, 1.04], [0.9, 0.9])))
+    assert classes[EDGES[2]] == B
+
+
+def test_close_calls_do_not_split_a_range():
+    assert ranges(row([128, 512], [1, 1], [0.5, 0.502], [0.6, 0.5]))[0] == (EDGES[1], A)
+
+
+def test_a_tile_that_was_not_measured_is_out():
+    assert ranges(row([128], [1], [None], [0.5]))[0] == (EDGES[0], B)
+
+
+def test_nothing_measured_is_cublas(table):
+    table()
+    assert route(SHAPE, 100, GPU) is None
+    assert not _routes.pays(SHAPE, GPU)
+
+
+def test_nearest():
+    near = row([128], [1], [1], [1], depth=700)
+    far = row([128], [1], [1], [1], depth=1900)
+    other = row([128], [1], [1], [1], depth=512, pairs=3)
+    out_of_reach = row([128], [1], [1], [1], depth=512, width=256 * 5)
+    assert nearest(SHAPE, [far, near, other, out_of_reach]) is near
+    assert nearest(SHAPE, [other, out_of_reach]) is None
+    assert nearest(SHAPE._replace(out_dtype="float16"), [near]) is near
+    assert nearest(SHAPE._replace(out_dtype="float32"), [near]) is None
+
+
+def test_by_tokens(table):
+    table(row([128, 512, 2048], [3, 3, 3], [2, 2, 4], [4, 1, 4]))
+    assert [route(SHAPE, t, GPU) for t in (1, 192, 193, 768, 769, 10**6)] == [
+        A,
+        A,
+        B,
+        B,
+        None,
+        None,
+    ]
+    assert _routes.pays(SHAPE, GPU)
+
+
+def test_on_a_cpu_everything_fuses(table):
+    table()
+    assert _routes.pays(SHAPE, torch.device("cpu"))
+
+
+def test_a_symbol_leaves_a_guard(table):
+    """One on the side of the edge that was taken, so that a variant serves its range."""
+    table(row([128, 512, 2048], [3, 3, 3], [2, 2, 4], [4, 1, 4]))
+    env = ShapeEnv()
+    tokens = env.create_symintnode(
+        env.create_symbol(500, source=torch._dynamo.source.ConstantSource("t")), hint=500
+    )
+    assert route(SHAPE, tokens, GPU) == B
+    (low, high) = (str(g.expr) for g in env.guards)
+    assert low.endswith(f"> {EDGES[0]}") and high.endswith(f"<= {EDGES[1]}")
+
+
+def test_one_range_needs_no_guard(table):
+    table(row([128, 512, 2048, 8192], [3] * 4, [2] * 4, [2.5] * 4))
+    env = ShapeEnv()
+    tokens = env.create_symintnode(
+        env.create_symbol(500, source=torch._dynamo.source.ConstantSource("t")), hint=500
+    )
+    assert route(SHAPE, tokens, GPU) == A
+    assert not env.guards
+
+
+def test_a_size_that_nobody_knows_is_cublas(table):
+    table(row([128, 512, 2048], [3, 3, 3], [2, 2, 4], [4, 1, 4]))
+    assert route(SHAPE, ShapeEnv().create_unbacked_symint(), GPU) is None
+
+
+@pytest.mark.parametrize("path", sorted(_routes.DATA.glob("matmul_*.json")), ids=lambda p: p.stem)
+def test_shipped_tables(path):
+    """Complete, and every row of use to some number of tokens or honest about it."""
+    table = json.loads(path.read_text())
+    assert {"gpu", "capability", "torch", "triton"} <= table.keys()
+    for r in table["rows"]:
+        assert set(Shape._fields) <= r.keys()
+        assert len(r["tokens"]) == len(r["cublas_ms"]) and sorted(r["tokens"]) == r["tokens"]
+        assert all(len(x["ms"]) == len(r["tokens"]) for x in r["routes"])
+        assert ranges(r)[-1][0] == math.inf
+    assert tiles("sum_matmul")
