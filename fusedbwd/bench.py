@@ -12,8 +12,7 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,17 +202,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "matmul_precision": torch.get_float32_matmul_precision(),
     }
-
-
-@contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """``torch.set_float32_matmul_precision(precision)`` inside the block only."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:

@@ -17,6 +17,8 @@ class Config:
         rms_norm_backward: fuse the RMSNorm backward with residual and weight gradients.
         layer_norm_backward: fuse the LayerNorm backward with residual and parameter gradients.
         matmul_swiglu_backward: put the SwiGLU backward in the epilogue of the matmul before it.
+        bf16_matmuls: run the backward's float32 matmuls on bfloat16 operands while
+            ``torch.set_float32_matmul_precision("medium")`` allows it.
         sum_matmul: add up input gradients of projections inside one matmul (16-bit dtypes).
         gate: leave to Inductor what its own code was measured to do faster on the GPU
             (:mod:`fusedbwd.gate`); False fuses whatever is proven.
@@ -34,6 +36,7 @@ class Config:
     rms_norm_backward: bool = True
     layer_norm_backward: bool = True
     matmul_swiglu_backward: bool = True
+    bf16_matmuls: bool = True
     sum_matmul: bool = True
     gate: bool = True
     strict: bool = False

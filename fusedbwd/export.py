@@ -6,7 +6,7 @@ import copy
 import logging
 import threading
 from collections import namedtuple
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -20,6 +20,7 @@ from fusedbwd.errors import InputError, SchemaError, UnsupportedError
 from fusedbwd.fuse import fuse
 from fusedbwd.kernels._routes import EDGES
 from fusedbwd.partition import backward_graph, unread
+from fusedbwd.precision import HIGHEST, in_force
 from fusedbwd.problems import get_problem
 from fusedbwd.report import Report
 from fusedbwd.schema import Schema, resolve
@@ -50,8 +51,9 @@ def export_backward(
         saved: the contract. May be left out for a reference problem; for other modules see
             :func:`fusedbwd.infer_schema`.
         dynamic: one compilation serves every value of the schema's size symbols. Sizes of 1,
-            and sizes beyond what 32-bit indices reach, are compiled apart when first met (at
-            most eight variants in all). False: compile for ``sizes`` alone.
+            and sizes beyond what 32-bit indices reach, are compiled apart when first met, and so
+            is each precision of float32 matmuls (at most eight variants in all). False: compile
+            for ``sizes`` alone.
         sizes: a value for each size symbol; needed when ``dynamic`` is False.
         device: where the backward is to run; by default where the module's parameters are.
         config: what to fuse.
@@ -88,7 +90,8 @@ def export_backward(
 
 @dataclass
 class _Variant:
-    """One compilation: fit for the sizes that satisfy ``guards`` and equal ``fixed``."""
+    """One compilation: fit for the sizes that satisfy ``guards`` and equal ``fixed``, and for the
+    precisions of float32 matmuls in its report, or for any if there are none."""
 
     compiled: CompiledBackward
     report: Report
@@ -96,6 +99,9 @@ class _Variant:
     guards: list
     symbols: dict[str, object]
     unread: set[str]
+
+    def allows(self, precision: str) -> bool:
+        return precision in (self.report.precisions or [precision])
 
     def fits(self, sizes: Mapping[str, int]) -> bool:
         if any(sizes[name] != size for name, size in self.fixed.items()):
@@ -128,7 +134,8 @@ class ExportedBackward:
     share no storage with the inputs or with one another. Inputs are never written to. Tensors
     may have any strides (others than the documented ones are copied first) and require grad or
     not; nothing is recorded for autograd. Scalars are floats and may be left out for their
-    defaults. Inputs that the schema calls unread are checked and ignored.
+    defaults. Inputs that the schema calls unread are checked and ignored. Float32 matmuls have
+    the precision that ``torch.set_float32_matmul_precision`` gives at the time of the call.
 
     Attributes:
         schema: the contract, ``print(bwd.schema.table())``.
@@ -143,7 +150,7 @@ class ExportedBackward:
         self._fixed = dict(sizes) if sizes is not None else None
         self._lock = threading.Lock()
         self._variants: list[_Variant] = []
-        self._plans: dict[tuple[int, ...], _Plan] = {}
+        self._plans: dict[tuple, _Plan] = {}
         self._scalars: dict[tuple[str, float], torch.Tensor] = {}
         self._names = [i.name for i in schema.inputs]
         self._name_set = set(self._names)
@@ -156,15 +163,20 @@ class ExportedBackward:
 
     @property
     def report(self) -> Report:
-        """What was fused, of the first variant compiled."""
-        return self._variants[0].report
+        """What was fused, of the first variant compiled for the precision in force, or of the
+        first at all."""
+        precision = in_force()
+        found = (v.report for v in self._variants if v.allows(precision))
+        return next(found, self._variants[0].report)
 
     @property
     def variants(self) -> list[str]:
         """The variants compiled so far, in words."""
         return [
             ", ".join(
-                [f"{k}={v.fixed.get(k, 'any')}" for k in self.schema.symbols] + v.token_ranges()
+                [f"{k}={v.fixed.get(k, 'any')}" for k in self.schema.symbols]
+                + v.token_ranges()
+                + [f"float32 matmuls at {p!r}" for p in v.report.precisions if p != HIGHEST]
             )
             for v in self._variants
         ]
@@ -245,14 +257,15 @@ class ExportedBackward:
             if not isinstance(t, torch.Tensor) or t.dim() != len(self.schema.inputs[k].shape):
                 raise self._misfit(k, t, self.schema.inputs[k].shape)
             sizes.append(t.shape[dim])
-        key = tuple(sizes)
+        precision = in_force()
+        key = (precision, *sizes)
         plan = self._plans.get(key)
         if plan is None:
             with self._lock:
-                plan = self._plans[key] = self._make_plan(key)
+                plan = self._plans[key] = self._make_plan(sizes, precision)
         return plan
 
-    def _make_plan(self, sizes: tuple[int, ...]) -> _Plan:
+    def _make_plan(self, sizes: Sequence[int], precision: str) -> _Plan:
         values = dict(zip(self.schema.symbols, sizes, strict=True))
         shapes = [resolve(i.shape, values) for i in self.schema.inputs]
         strides = [i.strides(shape) for i, shape in zip(self.schema.inputs, shapes, strict=True)]
@@ -263,10 +276,10 @@ class ExportedBackward:
         if 0 in sizes:
             return _Plan(None, shapes, strides)
         for variant in self._variants:
-            if variant.fits(values):
+            if variant.allows(precision) and variant.fits(values):
                 return _Plan(variant, shapes, strides)
-        ones = {name: 1 for name, size in values.items() if size == 1}
-        return _Plan(self._compile(ones, hints=values), shapes, strides)
+        fixed = self._fixed or {name: 1 for name, size in values.items() if size == 1}
+        return _Plan(self._compile(fixed, hints=values), shapes, strides)
 
     def _misfit(self, k: int, t: object, shape: tuple) -> InputError:
         i = self.schema.inputs[k]

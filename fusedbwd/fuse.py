@@ -32,6 +32,7 @@ from fusedbwd.graph import (
 )
 from fusedbwd.patterns import PATTERNS, Miss, Pattern, Rewrite
 from fusedbwd.patterns.algebra import strip
+from fusedbwd.precision import concerns, in_force
 from fusedbwd.report import Fired, Missed, Report
 from fusedbwd.verify_rewrite import verify_rewrite
 
@@ -48,7 +49,7 @@ def fuse(graph: fx.Graph, config: Config) -> Report:
         FusionError: ``config.strict`` and nothing was fused.
         VerificationError: ``config.verify`` and a rewrite disagreed with what it replaced.
     """
-    report = Report()
+    report = Report(precisions=[in_force()] if concerns(graph) else [])
     compat.remove_noop_ops(graph)
     for pattern in PATTERNS:
         if config.enabled(pattern.name):
@@ -101,6 +102,7 @@ def pattern_pass(graph: fx.Graph, pattern: Pattern, report: Report, config: Conf
     for anchor in pattern.anchors:
         register_graph_pattern(anchor, extra_check=extra_check, pass_dict=matcher)(handler)
     matcher.apply(graph)
+    pattern.finish(graph)
     graph.lint()
 
 

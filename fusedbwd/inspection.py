@@ -18,6 +18,7 @@ import torch
 from tabulate import tabulate
 from torch import fx, nn
 from torch._inductor import config as inductor_config
+from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from fusedbwd import training
@@ -207,7 +208,7 @@ def fused_launches(graph: fx.Graph) -> list[tuple[str, Launch]]:
         (node.target.name().partition("::")[2], launch)
         for node in graph.nodes
         if node.op == "call_function" and node.target in LAUNCHERS
-        for launch in launches(LAUNCHERS[node.target], *map(_example, node.args))
+        for launch in launches(LAUNCHERS[node.target], *map_aggregate(node.args, _example))
     ]
 
 

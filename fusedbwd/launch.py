@@ -14,10 +14,12 @@ from torch._inductor.decomposition import select_decomp_table
 
 from fusedbwd.graph import inline, value
 from fusedbwd.kernels._op import LAUNCHERS
+from fusedbwd.roundings import sink_roundings
 
 
 def launch_pass(graph: fx.Graph) -> None:
     """Replaces the fused ops of a GPU graph by their kernels' launches."""
+    sink_roundings(graph)
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in LAUNCHERS:
             continue

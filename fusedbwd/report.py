@@ -28,11 +28,16 @@ class Missed:
 
 @dataclass
 class Report:
-    """Fusions applied and missed in one compiled graph (or several, when merged)."""
+    """Fusions applied and missed in one compiled graph (or several, when merged).
+
+    ``precisions``: of float32 matmuls, in force when the graph was compiled ("highest", "high" or
+    "medium"); empty if it has none.
+    """
 
     fired: list[Fired] = field(default_factory=list)
     missed: list[Missed] = field(default_factory=list)
     switched_off: list[str] = field(default_factory=list)
+    precisions: list[str] = field(default_factory=list)
 
     def counts(self) -> dict[str, int]:
         """How often each fusion was applied; only those that were."""
@@ -51,6 +56,7 @@ class Report:
             self.fired + other.fired,
             self.missed + other.missed,
             sorted({*self.switched_off, *other.switched_off}),
+            sorted({*self.precisions, *other.precisions}),
         )
 
     def summary(self) -> str:
@@ -58,7 +64,13 @@ class Report:
         fused = _listed(self.counts()) or "nothing"
         misses = _listed({name: len(found) for name, found in self.near_misses().items()})
         off = f"; switched off: {', '.join(self.switched_off)}" if self.switched_off else ""
-        return f"fused {fused}; near misses: {misses or 'none'}{off}"
+        return f"fused {fused}{self._matmuls()}; near misses: {misses or 'none'}{off}"
+
+    def _matmuls(self) -> str:
+        if not self.precisions:
+            return ""
+        at = " and ".join(self.precisions)
+        return f"; float32 matmuls at {at!r}, {self.counts().get('bf16_matmuls', 0)} in bfloat16"
 
     def __str__(self) -> str:
         lines = [self.summary()]

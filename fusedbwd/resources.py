@@ -30,12 +30,21 @@ from fusedbwd.kernels.attention import (
     attention_rope_backward_launch,
 )
 from fusedbwd.kernels.gelu import gelu_backward_launch
-from fusedbwd.kernels.layer_norm import layer_norm_backward_dx_launch, layer_norm_backward_launch
+from fusedbwd.kernels.layer_norm import (
+    layer_norm_backward_dx_launch,
+    layer_norm_backward_launch,
+    layer_norm_backward_rounded_launch,
+)
 from fusedbwd.kernels.matmul_gelu import matmul_gelu_backward_fused
 from fusedbwd.kernels.matmul_sum import sum_matmul_fused
 from fusedbwd.kernels.matmul_swiglu import matmul_swiglu_backward_fused
-from fusedbwd.kernels.rms_norm import rms_norm_backward_dx_launch, rms_norm_backward_launch
+from fusedbwd.kernels.rms_norm import (
+    rms_norm_backward_dx_launch,
+    rms_norm_backward_launch,
+    rms_norm_backward_rounded_launch,
+)
 from fusedbwd.kernels.rope import rope_backward_launch
+from fusedbwd.kernels.rounding import round_to_launch
 from fusedbwd.kernels.swiglu import swiglu_backward_launch
 
 TARGETS = {"sm_90": 90, "sm_100": 100}
@@ -192,6 +201,11 @@ def shipped() -> list[tuple[str, Callable, tuple, int | None]]:
             (hidden, hidden, weight, stat, eps, x_hat, hidden, 0.0, bf16),
         ),
         (
+            "rms_norm_backward_rounded",
+            rms_norm_backward_rounded_launch,
+            (x_hat, x_hat, weight, stat, eps, x_hat, x_hat, 0.0, fp32, bf16),
+        ),
+        (
             "rms_norm_backward_dx",
             rms_norm_backward_dx_launch,
             (hidden, hidden, weight, stat, eps, hidden, 0.0, bf16),
@@ -200,6 +214,11 @@ def shipped() -> list[tuple[str, Callable, tuple, int | None]]:
             "layer_norm_backward",
             layer_norm_backward_launch,
             (ffn, ffn, None, ffn_weight, stat, eps, ffn, fp32, True),
+        ),
+        (
+            "layer_norm_backward_rounded",
+            layer_norm_backward_rounded_launch,
+            (ffn, ffn, None, ffn_weight, stat, eps, None, fp32, True, bf16),
         ),
         (
             "layer_norm_backward_dx",
@@ -219,7 +238,9 @@ def shipped() -> list[tuple[str, Callable, tuple, int | None]]:
         ),
         ("rope_backward", rope_backward_launch, (*3 * (repeated,), table, table, 4)),
         ("gelu_backward, tanh", gelu_backward_launch, (ffn_wide, ffn_wide, "tanh")),
+        ("gelu_backward, rounded", gelu_backward_launch, (ffn_wide, ffn_wide, "tanh", bf16)),
         ("gelu_backward, exact", gelu_backward_launch, (ffn_wide, ffn_wide, "none")),
+        ("round_to", round_to_launch, ([ffn_wide, ffn_weight], bf16)),
     ]
     return [(*entry, None) for entry in fixed] + [
         (f"{name}, {_name(tile)}", partial(fused, tile=tile), args, 10 * major + minor)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
-from torch._dynamo.external_utils import wrap_inline
 from torch._functorch import config as functorch_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -24,6 +23,7 @@ from fusedbwd.config import Config
 from fusedbwd.errors import FusedBwdError, UnsupportedError
 from fusedbwd.fuse import expand_pass, fuse
 from fusedbwd.graph import gradient_nodes
+from fusedbwd.precision import in_force
 from fusedbwd.report import Report
 
 _backends: weakref.WeakKeyDictionary[nn.Module, Backend] = weakref.WeakKeyDictionary()
@@ -54,23 +54,36 @@ def compile(
     if not isinstance(module, nn.Module):
         raise UnsupportedError(f"fusedbwd.compile takes an nn.Module, got {type(module).__name__}")
     backend = Backend(config or Config())
-    # As nn.Module.compile does, but with a frame of our own around the call: Dynamo does not
-    # look into frames of torch.nn, where modules such as nn.TransformerEncoderLayer begin.
     compiled = torch.compile(
-        wrap_inline(module._call_impl), backend=backend, dynamic=dynamic, fullgraph=fullgraph
+        _framed(module._call_impl), backend=backend, dynamic=dynamic, fullgraph=fullgraph
     )
     module._compiled_call_impl = _raising_ours(compiled)
     _backends[module] = backend
     return module
 
 
+def _framed(call: Callable) -> Callable:
+    """``call`` behind a frame of our own: Dynamo does not look into frames of torch.nn, where
+    modules such as nn.TransformerEncoderLayer begin. The frame also reads the precision of
+    float32 matmuls, so that Dynamo compiles anew where it changes; its own guard, on whether
+    TF32 is allowed, takes "high" and "medium" for the same."""
+
+    @functools.wraps(call)
+    def inner(precision: str, *args, **kwargs):
+        assert precision is not None  # only what is read is guarded on
+        return call(*args, **kwargs)
+
+    return inner
+
+
 def _raising_ours(call: Callable) -> Callable:
-    """``call`` with our own exceptions freed from Dynamo's wrapper around a backend's errors."""
+    """``call``, from :func:`_framed`, with the precision in force as its first argument, and with
+    our own exceptions freed from Dynamo's wrapper around a backend's errors."""
 
     @functools.wraps(call)
     def wrapped(*args, **kwargs):
         try:
-            return call(*args, **kwargs)
+            return call(in_force(), *args, **kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, FusedBwdError):
                 raise error.inner_exception from None

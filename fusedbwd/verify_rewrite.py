@@ -45,6 +45,8 @@ def verify_rewrite(fusion: str, rewrite: Rewrite) -> None:
 def _compare(fusion: str, rewrite: Rewrite, graph: fx.Graph, free: list, operands: list) -> None:
     program = fx.GraphModule(torch.nn.Module(), graph)
     given = [_random(value(o), seed) for seed, o in enumerate(free)]
+    if rewrite.rounds_to is not None:
+        given = [_rounded(t, rewrite.rounds_to) for t in given]
     traced = fx.Interpreter(program).run(*given)
     exact = _Float64(program).run(*(_widened(t) for t in given))
 
@@ -87,6 +89,10 @@ def _wide_dtype(item):
 
 def _widened(item):
     return item.double() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
+
+
+def _rounded(item, dtype: torch.dtype):
+    return item.to(dtype).to(item.dtype) if isinstance(item, torch.Tensor) else item
 
 
 def _size(size) -> int:

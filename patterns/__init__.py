@@ -6,6 +6,7 @@ several patterns share.
 
 from fusedbwd.patterns import (
     attention_backward,
+    bf16_matmuls,
     gelu_backward,
     layer_norm_backward,
     matmul_swiglu_backward,
@@ -24,6 +25,7 @@ PATTERNS: tuple[Pattern, ...] = (
     layer_norm_backward.PATTERN,
     rms_norm_backward.PATTERN,
     matmul_swiglu_backward.PATTERN,
+    bf16_matmuls.PATTERN,
     sum_matmul.PATTERN,
 )
 """Every fusion, in the order in which the passes run: LayerNorm first, because it is an RMSNorm

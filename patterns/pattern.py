@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 from torch._inductor.pattern_matcher import Match, PatternExpr
 
@@ -28,6 +29,8 @@ class Rewrite:
             from these.
         width: elements of a row as :mod:`fusedbwd.gate` counts them, where that is not the
             last dimension of the first output.
+        rounds_to: what the replacement rounds its operands to, on purpose; verification gives
+            it operands that are exact in that dtype.
     """
 
     outputs: tuple[fx.Node, ...]
@@ -35,6 +38,7 @@ class Rewrite:
     replacement: Callable
     sources: tuple[fx.Node, ...] = ()
     width: int | None = None
+    rounds_to: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,13 @@ class Pattern:
         prove: gets the match; returns the rewrite, raises :class:`Miss` where it nearly is
             one, or returns None where the anchor is something else altogether. It may walk
             further through the graph from the matched node.
+        finish: run on the graph once all matches are rewritten.
     """
 
     name: str
     anchors: Sequence[PatternExpr]
     prove: Callable[[Match], Rewrite | None]
+    finish: Callable[[fx.Graph], None] = lambda graph: None
 
 
 def only_user(node: fx.Node) -> fx.Node | None:

@@ -15,6 +15,7 @@ import torch
 from fusedbwd import bench
 from fusedbwd.errors import FusedBwdError
 from fusedbwd.export import export_backward
+from fusedbwd.precision import HIGH, HIGHEST, MEDIUM, matmul_precision
 from fusedbwd.problems import PROBLEMS, get_problem
 
 
@@ -29,8 +30,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="tiny dimensions and cases")
     parser.add_argument(
         "--precision",
-        choices=["highest", "high", "medium"],
-        default="highest",
+        choices=[HIGHEST, HIGH, MEDIUM],
+        default=HIGHEST,
         help="of fp32 matmuls, in every variant",
     )
     parser.add_argument("--variants", default="eager,compile,ours", help="comma list of these")
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns 0 when everything timed as ``ours`` was also right after the timing."""
     args = parse(argv)
     try:
-        with bench.matmul_precision(args.precision):
+        with matmul_precision(args.precision):
             return run(args)
     except FusedBwdError as error:
         print(f"error: {error}", file=sys.stderr)

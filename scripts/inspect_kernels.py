@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from fusedbwd.errors import FusedBwdError
 from fusedbwd.inspection import Inspection, inspect_module, inspect_problem, write_resources
+from fusedbwd.precision import HIGH, HIGHEST, MEDIUM, matmul_precision
 from fusedbwd.problems import PROBLEMS
 from fusedbwd.resources import TARGETS
 
@@ -44,6 +45,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--dtype", choices=["bfloat16", "float16", "float32"], help="default: the module's own"
     )
     parser.add_argument("--small", action="store_true", help="tiny dimensions (--problem only)")
+    parser.add_argument(
+        "--precision",
+        choices=[HIGHEST, HIGH, MEDIUM],
+        default=HIGHEST,
+        help="of float32 matmuls (default: highest)",
+    )
     parser.add_argument("--target", choices=TARGETS, default="sm_90", help="default: sm_90")
     parser.add_argument("--ptx", action="store_true", help="our kernels' PTX")
     parser.add_argument("--sass", action="store_true", help="our kernels' machine code")
@@ -63,7 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     """Returns 0; 2 when there is nothing to inspect, with the reason on stderr."""
     args = parse(argv)
     try:
-        inspection = inspected(args)
+        with matmul_precision(args.precision):
+            inspection = inspected(args)
         print(inspection.overview())
         wanted = args.ptx or args.sass or args.resources
         compiled = inspection.resources(args.target) if wanted else []

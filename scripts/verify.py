@@ -14,6 +14,7 @@ import torch
 from fusedbwd import bench
 from fusedbwd.errors import FusedBwdError
 from fusedbwd.export import export_backward
+from fusedbwd.precision import HIGH, HIGHEST, MEDIUM, matmul_precision
 from fusedbwd.problems import PROBLEMS, get_problem
 from fusedbwd.verify import table, verify
 
@@ -27,6 +28,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--dtype", choices=["bfloat16", "float16", "float32"], help="default: the problem's own"
     )
     parser.add_argument("--small", action="store_true", help="tiny dimensions and cases")
+    parser.add_argument(
+        "--precision",
+        choices=[HIGHEST, HIGH, MEDIUM],
+        default=HIGHEST,
+        help="of float32 matmuls (default: highest)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights and inputs")
     parser.add_argument(
         "--rounds", type=int, help="runs per case, judged together (default: 1, small cases 20)"
@@ -38,6 +45,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Returns 0 when every gradient is within budget and every call kept its contract."""
     args = parse(argv)
+    with matmul_precision(args.precision):
+        return run(args)
+
+
+def run(args: argparse.Namespace) -> int:
     problem = get_problem(args.problem)
     dtype = getattr(torch, args.dtype) if args.dtype else problem.dtype
     dims = problem.small if args.small else {}
@@ -54,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     failed = [f"{c.batch}x{c.seq}" for c in checks if not c.ok]
-    print(f"{problem.name}, {dtype}: {len(checks) - len(failed)} of {len(checks)} cases pass")
+    print(f"{problem.name}, {dtype}, float32 matmuls at {args.precision!r}: ", end="")
+    print(f"{len(checks) - len(failed)} of {len(checks)} cases pass")
     if failed:
         print(f"failed: {', '.join(failed)}")
     if args.json:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -208,6 +210,22 @@ def test_script_on_a_problem(tmp_path):
     ptx = (out / "kernels" / "0-_swiglu_backward_kernel.sm_100.ptx").read_text()
     sass = (out / "kernels" / "0-_swiglu_backward_kernel.sm_100.sass").read_text()
     assert ".target sm_100" in ptx and "EXIT" in sass
+
+
+def test_script_at_medium_precision():
+    """Rounding kernels are few, and no matmul is on float32."""
+    done = run_script("--problem", "ffn_gelu_backward", "--small", "--precision", "medium")
+    assert done.returncode == 0, done.stderr
+    assert "float32 matmuls at 'medium', 4 in bfloat16" in done.stdout
+    calls = re.findall(r"^ *\d+  (\S+)", done.stdout, re.MULTILINE)
+    ops = Counter(c.split(".")[1] for c in calls if c.startswith("fusedbwd."))
+    assert ops == {
+        "layer_norm_backward_rounded": 1,
+        "gelu_backward": 1,
+        "round_to": 2,
+        "sum_matmul": 4,
+    }
+    assert not [c for c in calls if "mm" in c.split("_") or "extern" in c]
 
 
 MODULE = '''

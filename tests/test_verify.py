@@ -13,6 +13,7 @@ import torch
 
 from fusedbwd import bench
 from fusedbwd.errors import FusedBwdError, UnsupportedError
+from fusedbwd.precision import RoundedMatmuls, matmul_precision
 from fusedbwd.problems import PROBLEMS, get_problem
 from fusedbwd.verify import table, verify, verify_case
 
@@ -50,6 +51,38 @@ def test_the_formulas_pass(name, dtype):
     assert all(c.ok and not c.violations for c in checks), table(checks)
     assert all(g.error == g.eager_error for c in checks for g in c.gradients)
     assert any(g.error > 0 for c in checks for g in c.gradients)
+
+
+def rounding_matmuls(problem):
+    """The formulas with matmuls on bfloat16 operands."""
+
+    def bwd(**inputs):
+        with RoundedMatmuls():
+            return tuple(problem.reference(inputs).values())
+
+    return bwd
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_rounded_operands_pass_at_medium_alone(precision):
+    problem, module = small("ffn_gelu_backward")
+    bwd = rounding_matmuls(problem)
+    with matmul_precision(precision):
+        (check,) = verify(problem, module, bwd, [(3, 33)], rounds=2)
+    through_matmuls = {f"grad_{n}" for n in ("hidden_states", "fc1_weight", "fc1_bias")}
+    through_matmuls.add("grad_fc2_weight")
+    over = {g.name for g in check.gradients if not g.ok}
+    assert over == (set() if precision == "medium" else through_matmuls)
+    if precision == "medium":
+        assert {g.name for g in check.gradients if g.rounded} == through_matmuls
+
+
+def test_little_else_passes_at_medium():
+    problem, module = small("ffn_gelu_backward")
+    with matmul_precision("medium"):
+        rounded = rounding_matmuls(problem)
+        check = verify_case(problem, module, lambda **t: [g * 1.004 for g in rounded(**t)], 3, 33)
+    assert not any(g.ok for g in check.gradients)
 
 
 CORRUPTIONS = {
@@ -194,7 +227,7 @@ def test_unknown_variant():
 def test_percentiles_and_precision():
     assert bench.percentiles([float(v) for v in range(11)]) == (2.0, 5.0, 8.0)
     before = torch.get_float32_matmul_precision()
-    with bench.matmul_precision("medium"):
+    with matmul_precision("medium"):
         assert bench.environment(torch.device("cpu"))["matmul_precision"] == "medium"
     assert torch.get_float32_matmul_precision() == before
 
@@ -231,6 +264,9 @@ def test_verify_script(name, script, tmp_path, capsys):
     assert [c["ok"] for c in report["cases"]] == [True] * len(get_problem(name).small_cases)
     capsys.readouterr()
 
+    assert script("verify")([*argv, "--cases", "0", "--precision", "medium"]) == 0
+    assert "float32 matmuls at 'medium': 1 of 1 cases pass" in capsys.readouterr().out
+    assert torch.get_float32_matmul_precision() == "highest"
     assert script("verify", negate_first)([*argv, "--cases", "0,2x9"]) == 1
     printed = capsys.readouterr().out
     assert "0 of 2 cases pass" in printed and "failed: 2x17, 2x9" in printed

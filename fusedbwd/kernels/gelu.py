@@ -14,7 +14,7 @@ from fusedbwd.kernels._tiles import accumulation_dtype, check_shapes, unit_strid
 
 
 def gelu_backward_reference(
-    grad: torch.Tensor, x: torch.Tensor, approximate: str
+    grad: torch.Tensor, x: torch.Tensor, approximate: str, dx_dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradient of ``gelu(x)``, and its column sums, the gradient of a bias added to get x.
 
@@ -27,9 +27,10 @@ def gelu_backward_reference(
         grad: [T, I], gradient of the activation; any float dtype.
         x: [T, I], its input.
         approximate: "tanh" or "none", as in torch.nn.functional.gelu.
+        dx_dtype: of dx; x's if None.
 
     Returns:
-        dx [T, I] in x's dtype; dbias [I] in float32 (float64 for float64 inputs), summed
+        dx [T, I], rounded once; dbias [I] in float32 (float64 for float64 inputs), summed
         before dx is rounded.
     """
     wide = accumulation_dtype(grad, x)
@@ -46,7 +47,7 @@ def gelu_backward_reference(
         phi = 0.5 * (1 + torch.erf(x_wide * math.sqrt(0.5)))
         slope = phi + x_wide * torch.exp(-0.5 * x_wide**2) / math.sqrt(2 * math.pi)
     dx = g * slope
-    return dx.to(x.dtype).contiguous(), dx.sum(0)
+    return dx.to(dx_dtype or x.dtype).contiguous(), dx.sum(0)
 
 
 @triton.jit
@@ -130,14 +131,15 @@ def gelu_backward_launch(
     return dx, sum_partials(partial.unsqueeze(1))[0]
 
 
-def _fake(grad, x, approximate):
+def _fake(grad, x, approximate, dx_dtype=None):
     check_shapes(x.shape, grad=grad)
     dbias = x.new_empty((x.shape[1],), dtype=accumulation_dtype(grad, x))
-    return x.new_empty(x.shape), dbias
+    return x.new_empty(x.shape, dtype=dx_dtype), dbias
 
 
 gelu_backward = define_op(
-    "gelu_backward(Tensor grad, Tensor x, str approximate) -> (Tensor, Tensor)",
+    "gelu_backward(Tensor grad, Tensor x, str approximate, ScalarType? dx_dtype=None)"
+    " -> (Tensor, Tensor)",
     reference=gelu_backward_reference,
     launcher=gelu_backward_launch,
     fake=_fake,

@@ -84,6 +84,17 @@ def layer_norm_backward_dx_reference(
     )[0]
 
 
+def layer_norm_backward_rounded_reference(
+    grad, x, mean, weight, stat, eps, residual, out_dtype, sum_dx, rounded_dtype
+) -> tuple[torch.Tensor, ...]:
+    """As :func:`layer_norm_backward_reference`, and at the end dx in a second dtype too."""
+    wide = accumulation_dtype(grad, x)
+    dx, *sums = layer_norm_backward_reference(
+        grad, x, mean, weight, stat, eps, residual, wide, sum_dx
+    )
+    return dx.to(out_dtype), *sums, dx.to(rounded_dtype, copy=True)
+
+
 @triton.jit
 def _layer_norm_backward_kernel(
     grad_ptr,
@@ -94,6 +105,7 @@ def _layer_norm_backward_kernel(
     eps_ptr,
     residual_ptr,
     dx_ptr,
+    rounded_ptr,
     partial_ptr,
     tokens,
     grad_stride,
@@ -108,6 +120,7 @@ def _layer_norm_backward_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_EPS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_ROUNDED: tl.constexpr,
     SUMS: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -151,6 +164,9 @@ def _layer_norm_backward_kernel(
             # Nonzero past the width, where nothing is stored; zero past the last row.
             dx_sum += tl.where(in_rows, dx, 0.0)
         tl.store(dx_ptr + row * WIDTH + column, dx.to(dx_ptr.dtype.element_ty), mask)
+        if HAS_ROUNDED:
+            rounded = dx.to(rounded_ptr.dtype.element_ty)
+            tl.store(rounded_ptr + row * WIDTH + column, rounded, mask)
     share = partial_ptr + program * SUMS * WIDTH + column
     if SUMS > 0:
         tl.store(share, tl.sum(dw, 0, keep_dims=True), in_width)
@@ -159,8 +175,11 @@ def _layer_norm_backward_kernel(
         tl.store(share + 2 * WIDTH, tl.sum(dx_sum, 0, keep_dims=True), in_width)
 
 
-def _launch(grad, x, mean, weight, stat, eps, residual, out_dtype, sums):
-    """Returns dx and each program's share of the ``sums``, [programs, sums, H]."""
+def _launch(grad, x, mean, weight, stat, eps, residual, out_dtype, sums, rounded=None):
+    """Returns dx and each program's share of the ``sums``, [programs, sums, H].
+
+    ``rounded``: [T, H], where dx is written too, or None.
+    """
     grad, x = unit_stride(grad), unit_stride(x)
     weight = None if weight is None else unit_stride(weight)
     residual = None if residual is None else unit_stride(residual)
@@ -179,6 +198,7 @@ def _launch(grad, x, mean, weight, stat, eps, residual, out_dtype, sums):
         stat if eps is None else eps,
         x if residual is None else residual,
         dx,
+        dx if rounded is None else rounded,
         stat if sums == 0 else partial,
         tokens,
         grad.stride(0),
@@ -193,6 +213,7 @@ def _launch(grad, x, mean, weight, stat, eps, residual, out_dtype, sums):
         HAS_WEIGHT=weight is not None,
         HAS_EPS=eps is not None,
         HAS_RESIDUAL=residual is not None,
+        HAS_ROUNDED=rounded is not None,
         SUMS=sums,
         num_warps=tile.warps,
     )
@@ -200,13 +221,24 @@ def _launch(grad, x, mean, weight, stat, eps, residual, out_dtype, sums):
 
 
 def layer_norm_backward_launch(
-    grad, x, mean, weight, stat, eps, residual, out_dtype, sum_dx
+    grad, x, mean, weight, stat, eps, residual, out_dtype, sum_dx, rounded=None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launches the kernel, then adds up the programs' shares in a fixed order."""
     sums = _SUMS + sum_dx
-    dx, partial = _launch(grad, x, mean, weight, stat, eps, residual, out_dtype, sums)
+    dx, partial = _launch(grad, x, mean, weight, stat, eps, residual, out_dtype, sums, rounded)
     dw, db, *rest = sum_partials(partial)
     return dx, dw, db, rest[0] if rest else dx.new_empty((0,), dtype=torch.float32)
+
+
+def layer_norm_backward_rounded_launch(
+    grad, x, mean, weight, stat, eps, residual, out_dtype, sum_dx, rounded_dtype
+) -> tuple[torch.Tensor, ...]:
+    """As :func:`layer_norm_backward_launch`; the kernel writes dx twice."""
+    rounded = x.new_empty(x.shape, dtype=rounded_dtype)
+    results = layer_norm_backward_launch(
+        grad, x, mean, weight, stat, eps, residual, out_dtype, sum_dx, rounded
+    )
+    return *results, rounded
 
 
 def layer_norm_backward_dx_launch(
@@ -224,6 +256,11 @@ def _fake(grad, x, mean, weight, stat, eps, residual, out_dtype, sum_dx):
     return dx, dw, db, dx_sum
 
 
+def _fake_rounded(grad, x, mean, weight, stat, eps, residual, out_dtype, sum_dx, rounded_dtype):
+    results = _fake(grad, x, mean, weight, stat, eps, residual, out_dtype, sum_dx)
+    return *results, x.new_empty(x.shape, dtype=rounded_dtype)
+
+
 def _fake_dx(grad, x, mean, weight, stat, eps, residual, out_dtype):
     check_norm_shapes(grad, x, weight, residual, stat=stat, mean=mean)
     return x.new_empty(x.shape, dtype=out_dtype)
@@ -236,6 +273,15 @@ layer_norm_backward = define_op(
     reference=layer_norm_backward_reference,
     launcher=layer_norm_backward_launch,
     fake=_fake,
+)
+
+layer_norm_backward_rounded = define_op(
+    "layer_norm_backward_rounded(Tensor grad, Tensor x, Tensor? mean, Tensor? weight, "
+    "Tensor stat, Tensor? eps, Tensor? residual, ScalarType out_dtype, bool sum_dx, "
+    "ScalarType rounded_dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=layer_norm_backward_rounded_reference,
+    launcher=layer_norm_backward_rounded_launch,
+    fake=_fake_rounded,
 )
 
 layer_norm_backward_dx = define_op(

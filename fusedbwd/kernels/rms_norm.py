@@ -80,6 +80,17 @@ def rms_norm_backward_dx_reference(
     )[0]
 
 
+def rms_norm_backward_rounded_reference(
+    grad, x, weight, stat, eps, x_hat, residual, weight_offset, out_dtype, rounded_dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As :func:`rms_norm_backward_reference`, and at the end dx in a second dtype too."""
+    wide = accumulation_dtype(grad, x)
+    dx, dw = rms_norm_backward_reference(
+        grad, x, weight, stat, eps, x_hat, residual, weight_offset, wide
+    )
+    return dx.to(out_dtype), dw, dx.to(rounded_dtype, copy=True)
+
+
 @triton.jit
 def _rms_norm_backward_kernel(
     grad_ptr,
@@ -90,6 +101,7 @@ def _rms_norm_backward_kernel(
     x_hat_ptr,
     residual_ptr,
     dx_ptr,
+    rounded_ptr,
     partial_ptr,
     tokens,
     grad_stride,
@@ -105,6 +117,7 @@ def _rms_norm_backward_kernel(
     HAS_EPS: tl.constexpr,
     HAS_X_HAT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_ROUNDED: tl.constexpr,
     HAS_DW: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -142,11 +155,16 @@ def _rms_norm_backward_kernel(
         if HAS_RESIDUAL:
             dx += residual.to(tl.float32)
         tl.store(dx_ptr + row * WIDTH + column, dx.to(dx_ptr.dtype.element_ty), mask)
+        if HAS_ROUNDED:
+            rounded = dx.to(rounded_ptr.dtype.element_ty)
+            tl.store(rounded_ptr + row * WIDTH + column, rounded, mask)
     if HAS_DW:
         tl.store(partial_ptr + program * WIDTH + column, tl.sum(dw, 0, keep_dims=True), in_width)
 
 
-def _launch(grad, x, weight, stat, eps, x_hat, residual, weight_offset, out_dtype, partial):
+def _launch(
+    grad, x, weight, stat, eps, x_hat, residual, weight_offset, out_dtype, partial, rounded=None
+):
     grad, x = unit_stride(grad), unit_stride(x)
     weight = None if weight is None else unit_stride(weight)
     x_hat = None if x_hat is None else unit_stride(x_hat)
@@ -164,6 +182,7 @@ def _launch(grad, x, weight, stat, eps, x_hat, residual, weight_offset, out_dtyp
         x if x_hat is None else x_hat,
         x if residual is None else residual,
         dx,
+        dx if rounded is None else rounded,
         stat if partial is None else partial,
         tokens,
         grad.stride(0),
@@ -179,6 +198,7 @@ def _launch(grad, x, weight, stat, eps, x_hat, residual, weight_offset, out_dtyp
         HAS_EPS=eps is not None,
         HAS_X_HAT=x_hat is not None,
         HAS_RESIDUAL=residual is not None,
+        HAS_ROUNDED=rounded is not None,
         HAS_DW=partial is not None,
         num_warps=tile.warps,
     )
@@ -186,14 +206,27 @@ def _launch(grad, x, weight, stat, eps, x_hat, residual, weight_offset, out_dtyp
 
 
 def rms_norm_backward_launch(
-    grad, x, weight, stat, eps, x_hat, residual, weight_offset, out_dtype
+    grad, x, weight, stat, eps, x_hat, residual, weight_offset, out_dtype, rounded=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches the kernel, then adds up the programs' shares of dw in a fixed order."""
     width = x.shape[1]
     programs = norm_tile(width, _SUMS).programs(x.device)
     partial = x.new_empty((programs, width), dtype=torch.float32)
-    dx = _launch(grad, x, weight, stat, eps, x_hat, residual, weight_offset, out_dtype, partial)
+    dx = _launch(
+        grad, x, weight, stat, eps, x_hat, residual, weight_offset, out_dtype, partial, rounded
+    )
     return dx, sum_partials(partial.unsqueeze(1))[0]
+
+
+def rms_norm_backward_rounded_launch(
+    grad, x, weight, stat, eps, x_hat, residual, weight_offset, out_dtype, rounded_dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As :func:`rms_norm_backward_launch`; the kernel writes dx twice."""
+    rounded = x.new_empty(x.shape, dtype=rounded_dtype)
+    results = rms_norm_backward_launch(
+        grad, x, weight, stat, eps, x_hat, residual, weight_offset, out_dtype, rounded
+    )
+    return *results, rounded
 
 
 def rms_norm_backward_dx_launch(
@@ -210,6 +243,13 @@ def _fake(grad, x, weight, stat, eps, x_hat, residual, weight_offset, out_dtype)
     return dx, dw
 
 
+def _fake_rounded(
+    grad, x, weight, stat, eps, x_hat, residual, weight_offset, out_dtype, rounded_dtype
+):
+    results = _fake(grad, x, weight, stat, eps, x_hat, residual, weight_offset, out_dtype)
+    return *results, x.new_empty(x.shape, dtype=rounded_dtype)
+
+
 def _fake_dx(grad, x, weight, stat, eps, residual, weight_offset, out_dtype):
     check_norm_shapes(grad, x, weight, residual, stat=stat)
     return x.new_empty(x.shape, dtype=out_dtype)
@@ -222,6 +262,15 @@ rms_norm_backward = define_op(
     reference=rms_norm_backward_reference,
     launcher=rms_norm_backward_launch,
     fake=_fake,
+)
+
+rms_norm_backward_rounded = define_op(
+    "rms_norm_backward_rounded(Tensor grad, Tensor x, Tensor? weight, Tensor stat, Tensor? eps, "
+    "Tensor? x_hat, Tensor? residual, float weight_offset, ScalarType out_dtype, "
+    "ScalarType rounded_dtype) -> (Tensor, Tensor, Tensor)",
+    reference=rms_norm_backward_rounded_reference,
+    launcher=rms_norm_backward_rounded_launch,
+    fake=_fake_rounded,
 )
 
 rms_norm_backward_dx = define_op(

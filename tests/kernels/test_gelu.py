@@ -1,7 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import DTYPES, SHAPES, assert_right, cast, gradients, run
+from checks import DTYPES, ROUNDED, SHAPES, assert_right, cast, gradients, run
 
 from fusedbwd.kernels.gelu import gelu_backward_launch, gelu_backward_reference
 
@@ -41,6 +41,16 @@ def test_kernel(tokens, width, dtype, approximate, device):
         autograd(*args),
         dtype,
     )
+
+
+@pytest.mark.parametrize("approximate", FLAVOURS)
+def test_rounded(approximate, device):
+    """dx in another dtype is the same dx, rounded; the sums are of the unrounded one."""
+    args = [*draw(127, 33, torch.float32, device), approximate]
+    dx, dbias = run(gelu_backward_launch, *args)
+    rounded, same = run(gelu_backward_launch, *args, ROUNDED)
+    assert torch.equal(rounded, dx.to(ROUNDED))
+    assert torch.equal(same, dbias)
 
 
 @pytest.mark.gpu

@@ -1,13 +1,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import DTYPES, SHAPES, assert_right, cast, gradients, run
+from checks import DTYPES, ROUNDED, SHAPES, assert_right, cast, gradients, run
 
 from fusedbwd.errors import UnsupportedError
 from fusedbwd.kernels.layer_norm import (
     layer_norm_backward_dx_launch,
     layer_norm_backward_launch,
     layer_norm_backward_reference,
+    layer_norm_backward_rounded_launch,
     supported,
 )
 from fusedbwd.numerics import statistics_dtype
@@ -65,6 +66,10 @@ def check_kernel(tokens, width, dtype, device):
     *same, nothing = run(layer_norm_backward_launch, *given, False)
     assert all(map(torch.equal, same, actual)) and nothing.shape == (0,)
     assert torch.equal(run(layer_norm_backward_dx_launch, *given), actual[0])
+    *same, rounded = run(layer_norm_backward_rounded_launch, *given, True, ROUNDED)
+    assert all(map(torch.equal, same, actual))
+    if dtype == torch.float32:
+        assert torch.equal(rounded, actual[0].to(ROUNDED))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,10 +9,13 @@ from fusedbwd.kernels import (
     gelu_backward,
     layer_norm_backward,
     layer_norm_backward_dx,
+    layer_norm_backward_rounded,
     matmul_gelu_backward,
     matmul_swiglu_backward,
     rms_norm_backward,
     rms_norm_backward_dx,
+    rms_norm_backward_rounded,
+    round_to,
     sum_matmul,
     swiglu_backward,
 )
@@ -40,6 +43,15 @@ def arguments(op, tokens, device):
         rms_norm_backward_dx: (a, b, weight, stat, eps, c, 1.0, torch.float32),
         layer_norm_backward: (a, b, stat, weight, stat, eps, c, torch.float32, True),
         layer_norm_backward_dx: (a, b, stat, weight, stat, eps, c, torch.float32),
+        rms_norm_backward_rounded: (
+            *(a, b, weight, stat, eps, None, c, 1.0, torch.float32),
+            torch.bfloat16,
+        ),
+        layer_norm_backward_rounded: (
+            *(a, b, stat, weight, stat, eps, c, torch.float32, True),
+            torch.bfloat16,
+        ),
+        round_to: ([a, b], torch.float32),
         sum_matmul: ([h, k], [m, m + 1], c, torch.float32),
         matmul_swiglu_backward: (h, m, k, k + 1),
         matmul_gelu_backward: (h, m, k, "tanh"),
@@ -120,7 +132,7 @@ def test_inputs_are_not_written_and_results_repeat(op, device):
 @over_ops
 def test_float64_is_computed_in_float64(op, device):
     args = pytree.tree_map_only(torch.Tensor, torch.Tensor.double, list(arguments(op, 7, device)))
-    args = [torch.float64 if a is torch.float32 else a for a in args]
+    args = [torch.float64 if isinstance(a, torch.dtype) else a for a in args]
     results = op(*args)
     results = (results,) if isinstance(results, torch.Tensor) else results
     for actual, result in zip(outputs(op, *args), results, strict=True):

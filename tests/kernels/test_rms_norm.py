@@ -1,12 +1,13 @@
 import pytest
 import torch
-from checks import DTYPES, SHAPES, assert_right, cast, gradients, run
+from checks import DTYPES, ROUNDED, SHAPES, assert_right, cast, gradients, run
 
 from fusedbwd.errors import UnsupportedError
 from fusedbwd.kernels.rms_norm import (
     rms_norm_backward_dx_launch,
     rms_norm_backward_launch,
     rms_norm_backward_reference,
+    rms_norm_backward_rounded_launch,
     supported,
 )
 from fusedbwd.numerics import statistics_dtype
@@ -72,6 +73,11 @@ def check_kernel(tokens, width, dtype, device, offset=0.0):
     assert_right(actual, expected, own, dtype)
     dx = run(rms_norm_backward_dx_launch, *given, residual, offset, dtype)
     assert torch.equal(dx, actual[0])
+    twice = (*given, None, residual, offset, dtype, ROUNDED)
+    *same, rounded = run(rms_norm_backward_rounded_launch, *twice)
+    assert all(map(torch.equal, same, actual))
+    if dtype == torch.float32:
+        assert torch.equal(rounded, dx.to(ROUNDED))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,6 +7,7 @@ nothing is compiled.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 
@@ -18,6 +19,7 @@ from fusedbwd import Config, Report
 from fusedbwd import schema as sch
 from fusedbwd.fuse import fuse
 from fusedbwd.numerics import budget, relative_l2, statistics_dtype, within
+from fusedbwd.precision import HIGHEST, MEDIUM, RoundedMatmuls, matmul_precision
 from fusedbwd.schema import Gradient, Schema, resolve
 from fusedbwd.trace import open_sizes, trace_joint
 
@@ -94,17 +96,23 @@ def check(
     dynamic: bool = False,
     frozen: tuple[str, ...] = (),
     config: Config = Config(verify=True),  # noqa: B008
+    precision: str = HIGHEST,
 ) -> Report:
     """Traces, fuses and runs; asserts that the gradients are as right as eager's own.
+
+    Args:
+        precision: of float32 matmuls, in force while the graph is fused. At "medium", eager
+            rounds the operands of the backward's to bfloat16.
 
     Returns:
         What was fused.
     """
     gm, wanted = joint_graph(module, shapes, dtypes, dynamic=dynamic, frozen=frozen)
-    report = fuse(gm.graph, config)
+    with matmul_precision(precision):
+        report = fuse(gm.graph, config)
     for seed, sizes in enumerate((SIZES, OTHER_SIZES) if dynamic else (SIZES,)):
         values = draw(shapes, dtypes, sizes, seed)
-        assert_right(gm, module, wanted, values, seed)
+        assert_right(gm, module, wanted, values, seed, rounded=precision == MEDIUM)
     return report
 
 
@@ -114,28 +122,35 @@ def assert_right(
     wanted: list[str],
     values: Mapping[str, torch.Tensor],
     seed: int = 0,
+    *,
+    rounded: bool = False,
 ) -> None:
-    """The gradients that ``gm`` gives are within the budget of eager's own error."""
+    """The gradients that ``gm`` gives are within the budget of eager's own error; ``rounded``:
+    of its error with matmuls on bfloat16 operands in the backward."""
     program = module if isinstance(module, nn.Module) else _Program(module)
     params = {n: _random(p.shape, p.dtype, seed) for n, p in program.named_parameters()}
     with torch.no_grad():
         out = torch.func.functional_call(program, params, (), dict(values))
     grad = _random(out.shape, out.dtype, seed + 100)
 
-    def autograd(cast):
+    def autograd(cast, backward=contextlib.nullcontext()):  # noqa: B008
         leaves = {n: cast(t).requires_grad_(n in wanted) for n, t in (params | values).items()}
         given = {n: leaves[n] for n in values}
         out = torch.func.functional_call(program, {n: leaves[n] for n in params}, (), given)
-        return torch.autograd.grad(out, [leaves[n] for n in wanted], cast(grad))
+        with backward:
+            return torch.autograd.grad(out, [leaves[n] for n in wanted], cast(grad))
 
     expected = autograd(lambda t: t.detach().double())
-    eager = autograd(lambda t: t.detach().clone())
+    plain = eager = autograd(lambda t: t.detach().clone())
+    if rounded:
+        eager = autograd(lambda t: t.detach().clone(), RoundedMatmuls())
     primals = (*params.values(), *values.values(), grad)
     actual = fx.Interpreter(gm).run(*primals, enable_io_processing=False)
-    for name, a, e, own in zip(wanted, actual, expected, eager, strict=True):
+    for name, a, e, own, as_ever in zip(wanted, actual, expected, eager, plain, strict=True):
         assert (a.shape, a.dtype) == (own.shape, own.dtype), name
         error, eager_error = relative_l2(a, e), relative_l2(own, e)
-        allowed = budget(max(eager_error, 1e-14), a.dtype, grad.dtype)  # float64 rounds too
+        computed_in = grad.dtype if torch.equal(own, as_ever) else torch.bfloat16
+        allowed = budget(max(eager_error, 1e-14), a.dtype, computed_in)  # float64 rounds too
         assert within(error, allowed), f"{name}: {error:.2e}, allowed {allowed:.2e}"
 
 
