@@ -19,6 +19,7 @@ class Config:
         matmul_swiglu_backward: put the SwiGLU backward in the epilogue of the matmul before it.
         bf16_matmuls: run the backward's float32 matmuls on bfloat16 operands while
             ``torch.set_float32_matmul_precision("medium")`` allows it.
+        matmul_gelu_backward: the same for GELU's backward and its bias gradient.
         sum_matmul: add up input gradients of projections inside one matmul (16-bit dtypes).
         gate: leave to Inductor what its own code was measured to do faster on the GPU
             (:mod:`fusedbwd.gate`); False fuses whatever is proven.
@@ -37,6 +38,7 @@ class Config:
     layer_norm_backward: bool = True
     matmul_swiglu_backward: bool = True
     bf16_matmuls: bool = True
+    matmul_gelu_backward: bool = True
     sum_matmul: bool = True
     gate: bool = True
     strict: bool = False

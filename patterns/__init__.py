@@ -9,6 +9,7 @@ from fusedbwd.patterns import (
     bf16_matmuls,
     gelu_backward,
     layer_norm_backward,
+    matmul_gelu_backward,
     matmul_swiglu_backward,
     rms_norm_backward,
     rope_backward,
@@ -26,6 +27,7 @@ PATTERNS: tuple[Pattern, ...] = (
     rms_norm_backward.PATTERN,
     matmul_swiglu_backward.PATTERN,
     bf16_matmuls.PATTERN,
+    matmul_gelu_backward.PATTERN,
     sum_matmul.PATTERN,
 )
 """Every fusion, in the order in which the passes run: LayerNorm first, because it is an RMSNorm
