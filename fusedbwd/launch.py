@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch._inductor.decomposition import select_decomp_table
 
 from fusedbwd.graph import inline, value
@@ -35,11 +36,7 @@ def launch_pass(graph: fx.Graph) -> None:
             before=node,
             decompositions=select_decomp_table(),
         )
-        written = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-        if written:
-            raise RuntimeError(
-                f"torch's analysis takes the kernel of {node.target} to write to its operands"
-            )
+        check_written(graph, str(node.target))
         if isinstance(value(node), torch.Tensor):
             node.replace_all_uses_with(new[0])
         else:
@@ -48,3 +45,22 @@ def launch_pass(graph: fx.Graph) -> None:
                 graph.erase_node(item)
         graph.erase_node(node)
     graph.lint()
+
+
+def check_written(graph: fx.Graph, op: str) -> None:
+    """What torch's analysis of the kernels found is what they do: each writes fresh tensors, and
+    none through two of its arguments, of which only one would be taken for the result.
+
+    Raises:
+        RuntimeError: it found otherwise.
+    """
+    if graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        raise RuntimeError(f"torch's analysis takes the kernel of {op} to write to its operands")
+    for launch in graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional):
+        names, tensors = launch.kwargs["tensors_to_clone"], launch.kwargs["kwargs"]
+        written = [tensors[name] for name in names]
+        if len(set(written)) < len(written):
+            raise RuntimeError(
+                f"torch's analysis takes the kernel of {op} to write one tensor through several "
+                f"of {list(names)}"
+            )

@@ -86,6 +86,29 @@ def sum_matmul_unfused(
 
 
 @triton.jit
+def _store_tile(
+    out_ptr,
+    residual_ptr,
+    residual_stride,
+    acc,
+    row,
+    column,
+    tokens,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    """Writes a whole tile, SUBTILES pieces one after the other."""
+    pieces = subtiles(acc, SUBTILES)
+    for i in tl.static_range(SUBTILES):
+        store_sum(
+            out_ptr, residual_ptr, residual_stride, pieces[i], row,
+            column + i * (COLUMNS // SUBTILES), tokens, WIDTH, HAS_RESIDUAL,
+        )  # fmt: skip
+
+
+@triton.jit
 def _sum_matmul_kernel(
     a0_ptr,
     a1_ptr,
@@ -157,15 +180,21 @@ def _sum_matmul_kernel(
                 ROWS, COLUMNS, DEPTH, DESCRIBED,
             )  # fmt: skip
 
-        if (unit >= full) & (splits > 1):
-            store_partial(partial_ptr, unit - full, acc, ROWS, COLUMNS, SUBTILES)
-        else:
-            pieces = subtiles(acc, SUBTILES)
-            for i in tl.static_range(SUBTILES):
-                store_sum(
-                    out_ptr, residual_ptr, residual_stride, pieces[i], row,
-                    column + i * (COLUMNS // SUBTILES), tokens, WIDTH, HAS_RESIDUAL,
+        # SPLIT decides first: without it the partial pointer is a stand-in, and a store to it,
+        # even one that never runs, would make the compiler take it for a result.
+        if SPLIT:
+            if (unit >= full) & (splits > 1):
+                store_partial(partial_ptr, unit - full, acc, ROWS, COLUMNS, SUBTILES)
+            else:
+                _store_tile(
+                    out_ptr, residual_ptr, residual_stride, acc, row, column, tokens,
+                    WIDTH, COLUMNS, SUBTILES, HAS_RESIDUAL,
                 )  # fmt: skip
+        else:
+            _store_tile(
+                out_ptr, residual_ptr, residual_stride, acc, row, column, tokens,
+                WIDTH, COLUMNS, SUBTILES, HAS_RESIDUAL,
+            )  # fmt: skip
 
 
 def sum_matmul_fused(

@@ -19,7 +19,7 @@ from fusedbwd.kernels._tiles import accumulation_dtype, unit_stride
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _STACK = 4  # most query heads a program
-_UNROLLED = 8  # most heads of a group whose loads are issued together
+_UNROLLED = 8  # most heads of a group whose loads are issued, and that are summed, together
 _VECTORS = 128  # vectors a program, in either half of a head
 
 
@@ -135,11 +135,20 @@ def _rope_backward_kernel(
         first_head = ((program - QUERIES) % KV_HEADS).to(tl.int64) * GROUP
         g1 = tl.zeros([VECTORS, WIDTH], tl.float32)
         g2 = tl.zeros([VECTORS, WIDTH], tl.float32)
+        # In two steps, for the sake of wide groups: an error grows with the length of a sum.
         for start in range(0, GROUP, UNROLLED):
+            part1 = tl.zeros([VECTORS, WIDTH], tl.float32)
+            part2 = tl.zeros([VECTORS, WIDTH], tl.float32)
             for member in tl.static_range(UNROLLED):
+                if GROUP % UNROLLED == 0:
+                    is_member = mask
+                else:
+                    is_member = row < tl.where(start + member < GROUP, tokens, 0)
                 member_of_group = source + (first_head + start + member) * stride_n
-                g1 += tl.load(member_of_group, mask).to(tl.float32)
-                g2 += tl.load(member_of_group + HALF, mask).to(tl.float32)
+                part1 += tl.load(member_of_group, is_member, 0.0).to(tl.float32)
+                part2 += tl.load(member_of_group + HALF, is_member, 0.0).to(tl.float32)
+            g1 += part1
+            g2 += part2
         dz = packed + (HEADS + program - QUERIES) * (2 * HALF)
         dz1 = tl.where(is_value, g1, g1 * cos1 + g2 * sin2)
         dz2 = tl.where(is_value, g2, g2 * cos2 - g1 * sin1)
@@ -211,7 +220,7 @@ def rope_backward_launch(
         HEADS=heads,
         KV_HEADS=kv_heads,
         GROUP=group,
-        UNROLLED=max(n for n in range(1, _UNROLLED + 1) if group % n == 0),
+        UNROLLED=min(_UNROLLED, group),
         STACK=stack,
         HALF=half,
         VECTORS=vectors,

@@ -66,10 +66,11 @@ def check_kernel(tokens, width, dtype, device):
     *same, nothing = run(layer_norm_backward_launch, *given, False)
     assert all(map(torch.equal, same, actual)) and nothing.shape == (0,)
     assert torch.equal(run(layer_norm_backward_dx_launch, *given), actual[0])
-    *same, rounded = run(layer_norm_backward_rounded_launch, *given, True, ROUNDED)
-    assert all(map(torch.equal, same, actual))
+    # Another compilation of the kernel, which may contract other products: right, not equal.
+    *again, rounded = run(layer_norm_backward_rounded_launch, *given, True, ROUNDED)
+    assert_right(again, autograd(*cast(args, torch.float64)), autograd(*args), dtype)
     if dtype == torch.float32:
-        assert torch.equal(rounded, actual[0].to(ROUNDED))
+        assert torch.equal(rounded, again[0].to(ROUNDED))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -74,10 +74,11 @@ def check_kernel(tokens, width, dtype, device, offset=0.0):
     dx = run(rms_norm_backward_dx_launch, *given, residual, offset, dtype)
     assert torch.equal(dx, actual[0])
     twice = (*given, None, residual, offset, dtype, ROUNDED)
-    *same, rounded = run(rms_norm_backward_rounded_launch, *twice)
-    assert all(map(torch.equal, same, actual))
+    # Another compilation of the kernel, which may contract other products: right, not equal.
+    *again, rounded = run(rms_norm_backward_rounded_launch, *twice)
+    assert_right(again, expected, own, dtype)
     if dtype == torch.float32:
-        assert torch.equal(rounded, dx.to(ROUNDED))
+        assert torch.equal(rounded, again[0].to(ROUNDED))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
