@@ -275,9 +275,12 @@ def _residuals(top: fx.Node, grad: fx.Node, inside: set[fx.Node]) -> list[fx.Nod
     (``x + norm(x)``), and what has nothing to do with it."""
     terms, todo = [], [top]
     while todo:
-        node = strip(todo.pop())
-        if node is grad or node not in inside:
+        term = todo.pop()
+        node = strip(term)
+        if node is grad:
             terms.append(node)
+        elif node not in inside:
+            terms.append(term)  # as the sum reads it, behind whatever views
         elif node.op == "call_function" and node.target is aten.add.Tensor:
             if node.kwargs.get("alpha", 1) != 1:
                 continue
