@@ -19,7 +19,7 @@ from fusedbwd.kernels._matmul import (
 from fusedbwd.kernels._op import define_op, launch
 from fusedbwd.kernels._partials import sum_partials
 from fusedbwd.kernels._routes import Shape, route
-from fusedbwd.kernels._tiles import accumulation_dtype, unit_stride
+from fusedbwd.kernels._tiles import accumulation_dtype, check_shapes, unit_stride
 from fusedbwd.kernels.gelu import gelu_backward_launch, gelu_backward_reference, gelu_slope
 
 
@@ -161,6 +161,9 @@ def matmul_gelu_backward_launch(grad, weight, x, approximate) -> tuple[torch.Ten
 
 
 def _fake(grad, weight, x, approximate):
+    hidden, (tokens, width) = weight.shape[0], x.shape
+    check_shapes((tokens, hidden), grad=grad)
+    check_shapes((hidden, width), weight=weight)
     dbias = x.new_empty((x.shape[1],), dtype=accumulation_dtype(grad, weight, x))
     return x.new_empty(x.shape, dtype=grad.dtype), dbias
 

@@ -28,7 +28,7 @@ from fusedbwd.kernels._matmul import (
 )
 from fusedbwd.kernels._op import define_op, launch
 from fusedbwd.kernels._routes import Shape, route
-from fusedbwd.kernels._tiles import accumulation_dtype, row_stride, unit_stride
+from fusedbwd.kernels._tiles import accumulation_dtype, check_shapes, row_stride, unit_stride
 
 MAX_PAIRS = 3
 
@@ -268,11 +268,18 @@ def sum_matmul_launch(a, b, residual, out_dtype) -> torch.Tensor:
     return sum_matmul_fused(a, b, residual, out_dtype, tile)
 
 
+def _fake(a, b, residual, out_dtype):
+    tokens, width = a[0].shape[0], b[0].shape[1]
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        check_shapes((tokens, y.shape[0]), **{f"a[{i}]": x})
+        check_shapes((y.shape[0], width), **{f"b[{i}]": y})
+    check_shapes((tokens, width), residual=residual)
+    return a[0].new_empty((tokens, width), dtype=out_dtype)
+
+
 sum_matmul = define_op(
     "sum_matmul(Tensor[] a, Tensor[] b, Tensor? residual, ScalarType out_dtype) -> Tensor",
     reference=sum_matmul_reference,
     launcher=sum_matmul_launch,
-    fake=lambda a, b, residual, out_dtype: a[0].new_empty(
-        (a[0].shape[0], b[0].shape[1]), dtype=out_dtype
-    ),
+    fake=_fake,
 )

@@ -17,7 +17,7 @@ from fusedbwd.kernels._matmul import (
 )
 from fusedbwd.kernels._op import define_op, launch
 from fusedbwd.kernels._routes import Shape, route
-from fusedbwd.kernels._tiles import accumulation_dtype, unit_stride
+from fusedbwd.kernels._tiles import accumulation_dtype, check_shapes, unit_stride
 from fusedbwd.kernels.swiglu import (
     swiglu_backward_launch,
     swiglu_backward_reference,
@@ -160,9 +160,17 @@ def matmul_swiglu_backward_launch(grad, weight, act, linear) -> torch.Tensor:
     return matmul_swiglu_backward_fused(grad, weight, act, linear, tile)
 
 
+def _fake(grad, weight, act, linear):
+    hidden, (tokens, width) = weight.shape[0], act.shape
+    check_shapes((tokens, hidden), grad=grad)
+    check_shapes((hidden, width), weight=weight)
+    check_shapes((tokens, width), linear=linear)
+    return act.new_empty((tokens, 2 * width))
+
+
 matmul_swiglu_backward = define_op(
     "matmul_swiglu_backward(Tensor grad, Tensor weight, Tensor act, Tensor linear) -> Tensor",
     reference=matmul_swiglu_backward_reference,
     launcher=matmul_swiglu_backward_launch,
-    fake=lambda grad, weight, act, linear: act.new_empty((act.shape[0], 2 * act.shape[1])),
+    fake=_fake,
 )
