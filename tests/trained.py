@@ -1,5 +1,6 @@
 """What the training tests share: models, and the comparison with eager in float64."""
 
+import contextlib
 import copy
 
 import pytest
@@ -99,11 +100,13 @@ def arguments(module, batch, seq, dtype):
     return (x, *rope_tables(batch, seq, HEAD_DIM, dtype=dtype)) if rope else (x,)
 
 
-def gradients(module, inputs, seed, with_input=True):
-    """By name; of the parameters that require grad, and of the first input."""
+def gradients(module, inputs, seed, with_input=True, forward=contextlib.nullcontext()):  # noqa: B008
+    """By name; of the parameters that require grad, and of the first input. ``forward`` is a
+    context for the forward alone."""
     module.zero_grad(set_to_none=True)
     x = inputs[0].detach().requires_grad_(with_input)
-    out = module(x, *inputs[1:])
+    with forward:
+        out = module(x, *inputs[1:])
     generator = torch.Generator().manual_seed(seed)
     out.backward(torch.randn(out.shape, generator=generator).to(out.dtype))
     return {"input": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
