@@ -32,10 +32,13 @@ FIRED = {
         "matmul_swiglu_backward": 1,
         "sum_matmul": 2,
     },
-    FFN: {"gelu_backward": 1, "layer_norm_backward": 1},
+    FFN: {"gelu_backward": 1, "layer_norm_backward": 1, "matmul_gelu_backward": 1},
 }
 
-SIXTEEN_BIT = {"attention_backward", "matmul_swiglu_backward", "sum_matmul"}
+SIXTEEN_BIT = {
+    *("attention_backward", "matmul_gelu_backward"),
+    *("matmul_swiglu_backward", "sum_matmul"),
+}
 
 both = pytest.mark.parametrize("name", list(PROBLEMS))
 

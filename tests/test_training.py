@@ -43,7 +43,13 @@ MODELS = {
     "DecoderLayer": (
         decoder_layer,
         torch.bfloat16,
-        {"swiglu_backward": 1, "rms_norm_backward": 2},
+        {
+            "attention_backward": 1,
+            "swiglu_backward": 1,
+            "rms_norm_backward": 2,
+            "matmul_swiglu_backward": 1,
+            "sum_matmul": 2,
+        },
     ),
     "GeluFFN": (
         lambda: GeluFFN(HIDDEN, 80),
@@ -53,7 +59,13 @@ MODELS = {
     "LlamaDecoderLayer": (
         LlamaLayer,
         torch.bfloat16,
-        {"rope_backward": 1, "swiglu_backward": 1, "rms_norm_backward": 2},
+        {
+            "rope_backward": 1,
+            "swiglu_backward": 1,
+            "rms_norm_backward": 2,
+            "matmul_swiglu_backward": 1,
+            "sum_matmul": 2,
+        },
     ),
     "SDPA layer": (SdpaLayer, torch.float32, {"rope_backward": 1}),
     "TransformerEncoderLayer": (
@@ -88,7 +100,7 @@ def test_gradients(name, dynamic):
     assert report.counts() == {k: graphs * v for k, v in counts.items()}, report
 
 
-EAGER_COUNTS = {"attention_backward": 1, "swiglu_backward": 1, "rms_norm_backward": 2}
+EAGER_COUNTS = MODELS["DecoderLayer"][2]
 
 
 def causal_mask(seq, dtype):
@@ -234,27 +246,27 @@ def test_one_weight_for_two_norms():
     assert fusedbwd.report(compiled).counts() == {"rms_norm_backward": 2}
 
 
+AUTOCAST = torch.autocast("cpu", torch.bfloat16)
+
+
 def test_autocast(tiny):
-    """Dtypes are eager's, and gradients no worse."""
+    """Dtypes are eager's, and gradients no worse, over several rounds together."""
     compiled, eager = compiled_tiny(tiny, verify=True), copy.deepcopy(tiny)
-    x = torch.randn(2, 17, HIDDEN)
-    right = gradients(copy.deepcopy(tiny).double(), [x.double()], 0)
-    found = []
-    for module in (compiled, eager):
-        module.zero_grad()
-        leaf = x.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            out = module(leaf)
-        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
-        out.backward(grad.to(out.dtype))
-        grads = {n: p.grad for n, p in module.named_parameters()}
-        found.append({"out": out, "input": leaf.grad, **grads})
-    for name, ours in found[0].items():
-        theirs = found[1][name]
-        assert ours.dtype == theirs.dtype, name
-        if name != "out":
-            error = relative_l2(ours, right[name])
-            assert within(error, 1.2 * relative_l2(theirs, right[name])), name
+    exact = copy.deepcopy(tiny).double()
+    torch.manual_seed(0)
+    rounds = []
+    for seed in range(8):
+        x = torch.randn(2, 17, HIDDEN)
+        found = [gradients(m, [x], seed, forward=AUTOCAST) for m in (compiled, eager)]
+        rounds.append((*found, gradients(exact, [x.double()], seed)))
+    with AUTOCAST:
+        assert compiled(x.requires_grad_()).dtype == eager(x).dtype
+    for name in rounds[0][0]:
+        drawn = [[grads[name] for grads in of_round] for of_round in rounds]
+        assert all(ours.dtype == theirs.dtype for ours, theirs, _ in drawn), name
+        ours, theirs, right = (torch.stack(t) for t in zip(*drawn, strict=True))
+        error, allowed = relative_l2(ours, right), 1.2 * relative_l2(theirs, right)
+        assert within(error, allowed), f"{name}: {error:.2e}, allowed {allowed:.2e}"
 
 
 def test_inference(tiny):

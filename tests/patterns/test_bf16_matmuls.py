@@ -13,7 +13,8 @@ from fusedbwd.precision import HIGH, HIGHEST, MEDIUM, in_force, matmul_precision
 
 PATTERN = "bf16_matmuls"
 
-ALONE = Config(verify=True, sum_matmul=False)  # which adds up the matmuls that this makes
+# Without what adds up the matmuls that this makes, and without what takes one in.
+ALONE = Config(verify=True, sum_matmul=False, matmul_gelu_backward=False)
 
 aten = torch.ops.aten
 ours = torch.ops.fusedbwd
@@ -165,6 +166,25 @@ def test_operands_are_rounded_by_what_makes_them():
     assert gelu.args[-1] == torch.bfloat16
     assert [len(r.args[0]) for r in nodes(gm, ours.round_to)] == [2, 2]
     assert not nodes(gm, torch.ops.prims.convert_element_type)
+
+
+def test_a_rounded_gelu_goes_into_the_matmul_before_it():
+    gm, _ = joint_graph(ffn, arguments_of(ffn), dynamic=True)
+    with matmul_precision(MEDIUM):
+        report = fuse(gm.graph, Config(verify=True, sum_matmul=False))
+    assert report.counts() == {
+        "gelu_backward": 1,
+        "layer_norm_backward": 1,
+        "bf16_matmuls": 4,
+        "matmul_gelu_backward": 1,
+    }
+    assert len(nodes(gm, ours.sum_matmul)) == 3
+    (both,) = nodes(gm, ours.matmul_gelu_backward)
+    assert [a.meta["val"].dtype for a in both.args[:3]] == [
+        *(torch.bfloat16, torch.bfloat16),
+        torch.float32,
+    ]
+    assert not nodes(gm, ours.gelu_backward)
 
 
 def test_a_gradient_that_only_matmuls_read_is_not_kept():
