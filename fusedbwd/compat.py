@@ -9,9 +9,11 @@ from unittest import mock
 import torch
 from torch._dynamo.source import ConstantSource
 from torch._inductor import config as inductor_config
+from torch._inductor.codecache import FxGraphCache
 from torch._inductor.codegen.common import TritonScratchWorkspace
 from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
 from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 aten = torch.ops.aten
 
@@ -113,3 +115,26 @@ _BY_GRID = " * grid_0 * grid_1 * grid_2}"
 def _allocates_scratch_by_grid() -> bool:
     scratch = CUDADeviceOpOverrides().cpp_scratch(0, TritonScratchWorkspace(1, lambda: ""))
     return scratch is not None and any("grid_0" in line for line in scratch[0])
+
+
+@contextlib.contextmanager
+def sizes_guarded_in_cache() -> Iterator[None]:
+    """Makes Inductor's cache keep and check guards on the sizes of the graph's inputs.
+
+    2.11 to 2.14 keep those on integer inputs alone, which AOTAutograd's graphs have for every
+    open size. Ours take tensors only: an entry made for one range of sizes would be handed out
+    for another, and its guards lost.
+    """
+
+    def symints(inputs) -> list[torch.SymInt]:
+        found: dict[object, torch.SymInt] = {}
+        for t in inputs:
+            for size in t.shape if isinstance(t, torch.Tensor) else (t,):
+                if not isinstance(size, torch.SymInt) or free_unbacked_symbols(size):
+                    continue
+                if size.node.expr.is_Symbol:
+                    found.setdefault(size.node.expr, size)
+        return list(found.values())
+
+    with mock.patch.object(FxGraphCache, "_filter_backed_symints", staticmethod(symints)):
+        yield

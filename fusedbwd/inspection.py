@@ -127,11 +127,14 @@ def inspect_problem(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     config: Config | None = None,
+    case: tuple[int, int] | None = None,
 ) -> Inspection:
     """Compiles the backward of a reference problem for open sizes, without running it.
 
     Args:
         small: test dimensions instead of the problem's own; neither allocates the weights.
+        case: batch size and sequence length, for the variant that an export would use there:
+            routes of matmuls depend on the number of tokens. By default the first one compiled.
         dtype: of the parameters; by default the problem's own.
         device: what it is compiled for; "cuda" needs a GPU.
 
@@ -143,7 +146,9 @@ def inspect_problem(
     module = problem.build(device="meta", dtype=dtype, **(problem.small if small else {}))
     config = replace(config or Config(), cpp_wrapper=False)
     schema = problem.schema(module)
-    shape_env, sizes = open_sizes(schema.symbols)
+    hints = dict(zip(schema.symbols, case, strict=True)) if case else None
+    ones = {name: 1 for name, size in (hints or {}).items() if size == 1}
+    shape_env, sizes = open_sizes(schema.symbols, ones, hints)
     joint = trace_joint(
         module, schema, device=torch.device(device), sizes=sizes, shape_env=shape_env
     )
@@ -153,6 +158,8 @@ def inspect_problem(
     with inductor_config.patch(cpp_wrapper=False):
         compiled = compile_backward(graph, joint.fake_mode, config)
     title = f"{name}{', small' if small else ''}, {dtype}, compiled for {device}"
+    if case:
+        title += f", {case[0]}x{case[1]} tokens"
     return Inspection(title, report, [Backward("backward", compiled.source, launched)])
 
 

@@ -46,6 +46,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--small", action="store_true", help="tiny dimensions (--problem only)")
     parser.add_argument(
+        "--case", metavar="BxS", help="the variant that serves these sizes (--problem only)"
+    )
+    parser.add_argument(
         "--precision",
         choices=[HIGHEST, HIGH, MEDIUM],
         default=HIGHEST,
@@ -99,7 +102,13 @@ def main(argv: list[str] | None = None) -> int:
 def inspected(args: argparse.Namespace) -> Inspection:
     dtype = getattr(torch, args.dtype) if args.dtype else None
     if args.problem:
-        return inspect_problem(args.problem, small=args.small, dtype=dtype, device=args.device)
+        cases = PROBLEMS[args.problem].select_cases(args.case) if args.case else (None,)
+        if len(cases) != 1:
+            raise FusedBwdError(f"--case: expected one case, got {args.case!r}")
+        (case,) = cases
+        return inspect_problem(
+            args.problem, small=args.small, dtype=dtype, device=args.device, case=case
+        )
     module, example_args = load(args.module)()
     module = module.to(device=args.device, dtype=dtype)
 

@@ -63,16 +63,15 @@ print(json.dumps({
 BOTH = {"gelu_backward": 1, "layer_norm_backward": 1}
 
 
-def run(folder, package, settings):
-    """What one process that imports ``package`` counts, its numbers checked."""
+def execute(program, folder, package, *arguments):
+    """What a process that imports ``package`` prints last, with Inductor's cache in ``folder``."""
     environment = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(folder),
         "PYTHONPATH": str(package),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    argument = settings if isinstance(settings, str) else json.dumps(settings)
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, argument],
+        [sys.executable, "-c", program, *arguments],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -80,7 +79,13 @@ def run(folder, package, settings):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run(folder, package, settings):
+    """What one process counts, its numbers checked."""
+    argument = settings if isinstance(settings, str) else json.dumps(settings)
+    found = execute(PROGRAM, folder, package, argument)
     assert found.pop("error") < 1e-4
     return found
 
@@ -187,3 +192,40 @@ def test_passes_run_in_order():
         after_users("joint_custom_pre_pass", second)(None)
     assert order == ["a", "b"] * 2
     assert after_users("joint_custom_pre_pass", second) is second
+
+
+GUARDING = """
+import json, torch
+from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from fusedbwd import export_backward
+from fusedbwd.problems import get_problem
+
+class Guarding(CustomGraphPass):
+    def __call__(self, graph):
+        first = next(iter(graph.nodes)).meta["val"]
+        if first.shape[0] <= 100:
+            pass
+
+    def uuid(self):
+        return "guarding"
+
+torch._inductor.config.post_grad_custom_pre_pass = Guarding()
+problem = get_problem("ffn_gelu_backward")
+module = problem.build(**problem.small)
+found = []
+for _ in range(2):
+    (variant,) = export_backward(module, saved=problem.schema(module))._variants
+    found.append({
+        "hits": counters["inductor"]["fxgraph_cache_hit"],
+        "fits": [variant.fits({"batch_size": b, "seq_len": 30}) for b in (8, 100, 101)],
+    })
+print(json.dumps(found))
+"""
+
+
+def test_guards_on_sizes_are_cached(tmp_path):
+    """An entry made for some sizes is not taken for others, and tells what it is good for."""
+    missed, hit = execute(GUARDING, tmp_path, ROOT)
+    assert hit["hits"] > missed["hits"]
+    assert missed["fits"] == hit["fits"] == [True, True, False]

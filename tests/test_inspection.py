@@ -15,6 +15,7 @@ from torch import nn
 
 from fusedbwd import UnsupportedError
 from fusedbwd.inspection import inspect_module, inspect_problem
+from fusedbwd.precision import MEDIUM, matmul_precision
 from fusedbwd.wrapper import Kernel, read_calls, read_kernels
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -264,3 +265,25 @@ def test_script_on_what_is_not_there(tmp_path, path, message):
     done = run_script("--module", path, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("case", "ours", "cublas"),
+    [
+        # GELU in the epilogue; the residual added by Inductor after a matmul of cuBLAS.
+        ((1, 613), ["_matmul_gelu_kernel", "_sum_partials_kernel"], 3),
+        # GELU by itself; the residual inside a matmul.
+        ((16, 919), ["_gelu_backward_kernel", "_sum_partials_kernel", "_sum_matmul_kernel"], 3),
+    ],
+    ids=str,
+)
+def test_launches_at_medium_precision(case, ours, cublas):
+    """At most ten on an H200 for the FFN at either end, by the routes of its token counts."""
+    with matmul_precision(MEDIUM):
+        inspection = inspect_problem("ffn_gelu_backward", case=case)
+    (backward,) = inspection.backwards
+    kernels = [launch.kernel.__name__ for _, launch in backward.launches]
+    first = ["_round_to_kernel", "_layer_norm_backward_kernel", "_sum_partials_kernel"]
+    assert sorted(kernels) == sorted([*first, "_round_to_kernel", *ours])
+    added = "_sum_matmul_kernel" not in kernels
+    assert len(kernels) + cublas + added == 10

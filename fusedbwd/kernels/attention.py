@@ -63,6 +63,8 @@ def attention_tile(group: int, head_dim: int, itemsize: int, probs_itemsize: int
     if heads == 1:
         return AttentionTile(1, 64, columns, 4, 3, 64, 64, 4, 4)
     stages = 3 if head_dim <= 160 else 2
+    if probs_itemsize == 4:
+        return AttentionTile(heads, 64 // heads, columns, 4, stages, 64, 64, 4, 4)
     return AttentionTile(heads, 128 // heads, columns, 8, stages, 64, 64, 4, 4)
 
 
