@@ -22,7 +22,7 @@ _FUSED_KERNELS = {
 }
 """Names of the Triton functions under fusedbwd.kernels."""
 
-_CUBLAS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_int_mm"}
+_CUBLAS = {"mm", "mm_dtype", "bmm", "bmm_dtype", "addmm", "baddbmm", "_scaled_mm", "_int_mm"}
 _ORIGIN = re.compile(r"Original ATen: \[(.*?)\]")
 
 

@@ -58,6 +58,7 @@ class Runner:
             triton_poi_fused_add_0.run(buf1, 16, stream=stream0)
             _swiglu_backward_kernel_0.run(buf1, a, stream=stream0)
             mine_0.run(buf1, stream=stream0)
+            extern_kernels.mm_dtype(a, b, out_dtype=torch.float32, out=buf1)
             buf2 = torch.ops.aten.convolution.default(buf1, b)
             buf3 = aten.sort(buf1)
             buf4 = torch.ops.theirs.op.default(buf3)
@@ -76,6 +77,7 @@ def test_calls_of_a_gpu_wrapper():
         ("triton_poi_fused_add_0", "Triton, Inductor", "add"),
         ("_swiglu_backward_kernel_0", "Triton, fusedbwd", ""),
         ("mine_0", "Triton, user", ""),
+        ("mm_dtype", "library (cuBLAS)", ""),
         ("aten.convolution.default", "library (ATen)", ""),
         ("aten.sort", "library (ATen)", ""),
         ("theirs.op.default", "op", ""),
