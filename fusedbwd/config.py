@@ -17,9 +17,9 @@ class Config:
         rms_norm_backward: fuse the RMSNorm backward with residual and weight gradients.
         layer_norm_backward: fuse the LayerNorm backward with residual and parameter gradients.
         matmul_swiglu_backward: put the SwiGLU backward in the epilogue of the matmul before it.
+        matmul_gelu_backward: the same for GELU's backward and its bias gradient.
         bf16_matmuls: run the backward's float32 matmuls on bfloat16 operands while
             ``torch.set_float32_matmul_precision("medium")`` allows it.
-        matmul_gelu_backward: the same for GELU's backward and its bias gradient.
         sum_matmul: add up input gradients of projections inside one matmul (16-bit dtypes).
         gate: leave to Inductor what its own code was measured to do faster on the GPU
             (:mod:`fusedbwd.gate`); False fuses whatever is proven.

@@ -82,6 +82,9 @@ def pattern_pass(graph: fx.Graph, pattern: Pattern, report: Report, config: Conf
                 proven[node] = rewrite
         except Miss as miss:
             report.missed.append(Missed(pattern.name, node.name, str(miss)))
+        except Exception as fault:  # ours; the graph is as it was, and compiles without the fusion
+            report.missed.append(Missed(pattern.name, node.name, _broken_off(fault)))
+            log.warning("%s at %s: please report this", pattern.name, node.name, exc_info=True)
         return node in proven
 
     def handler(match: Match, *args: object, **kwargs: object) -> None:
@@ -104,6 +107,13 @@ def pattern_pass(graph: fx.Graph, pattern: Pattern, report: Report, config: Conf
     matcher.apply(graph)
     pattern.finish(graph)
     graph.lint()
+
+
+BROKEN_OFF = "the proof broke off"
+
+
+def _broken_off(fault: Exception) -> str:
+    return f"{BROKEN_OFF}: {type(fault).__name__}: {fault}"
 
 
 def expand_pass(graph: fx.Graph) -> None:
@@ -185,13 +195,17 @@ def _check_pays(pattern: Pattern, rewrite: Rewrite) -> None:
 
 
 def _apply(graph: fx.Graph, rewrite: Rewrite, anchor: fx.Node) -> None:
-    new = inline(
-        graph,
-        rewrite.replacement,
-        rewrite.operands,
-        before=anchor,
-        decompositions=compat.decompositions(),
-    )
+    try:
+        new = inline(
+            graph,
+            rewrite.replacement,
+            rewrite.operands,
+            before=anchor,
+            decompositions=compat.decompositions(),
+        )
+    except Exception as fault:  # while tracing: the graph is as it was
+        log.warning("the fused op for %s: please report this", anchor.name, exc_info=True)
+        raise Miss(_broken_off(fault)) from fault
     for old, node in zip(rewrite.outputs, new, strict=True):
         was, now = value(old), value(node)
         if was.dtype != now.dtype or not same_size(was.shape, now.shape):

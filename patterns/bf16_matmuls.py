@@ -26,7 +26,8 @@ def _prove(match: Match) -> Rewrite | None:
     is_float32 = all(value(t).dtype == torch.float32 for t in (node, a, b))
     if in_force() != MEDIUM or not is_float32 or not _is_plain(node):
         return None
-    if node not in gradient_nodes(node.graph):
+    gradients = gradient_nodes(node.graph)
+    if a not in gradients and b not in gradients:  # a product of the forward, if of a backward's
         return None
 
     def replacement(a, b, *added):

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match
 
-from fusedbwd.graph import value
+from fusedbwd.graph import same_size, value
 from fusedbwd.kernels import gelu_backward, matmul_gelu_backward, sum_matmul
 from fusedbwd.kernels._matmul import takes
 from fusedbwd.kernels._routes import pays
@@ -33,6 +33,8 @@ def _prove(match: Match) -> Rewrite | None:
     grad, weight = product.args[:2]
     if product.target is sum_matmul:
         (grad,), (weight,) = grad, weight
+    rows, shape = value(product).shape, value(x).shape
+    require(same_size(rows, shape), f"{product.name} is {list(rows)}, {x.name} {list(shape)}")
     users = [n.name for n in product.users]
     require(len(users) == 1, f"not {node.name} alone uses {product.name}, but {users}")
     outputs = tuple(n for n in node.users if n.target is operator.getitem)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match
 
-from fusedbwd.graph import value
+from fusedbwd.graph import same_size, value
 from fusedbwd.kernels import matmul_swiglu_backward, swiglu_backward
 from fusedbwd.kernels._matmul import takes
 from fusedbwd.kernels._routes import pays
@@ -27,6 +27,10 @@ def _prove(match: Match) -> Rewrite | None:
     users = [n.name for n in product.users]
     require(len(users) == 1, f"not {node.name} alone uses {product.name}, but {users}")
     grad, weight = product.args
+    shapes = value(product).shape, value(act).shape
+    require(
+        same_size(*shapes), f"{product.name} is {list(shapes[0])}, {act.name} {list(shapes[1])}"
+    )
     for operand in (grad, weight):
         v = value(operand)
         require(takes(v.dtype), f"{operand.name} is {v.dtype}: left to the library's matmuls")

@@ -86,7 +86,7 @@ def _halves(node, dy: fx.Node, inside: set[fx.Node]) -> tuple[Poly, ...]:
         return (constant(float(node)),)
     if node is dy:
         return _pair(node)
-    if not isinstance(node, fx.Node) or node.op == "output":
+    if not isinstance(node, fx.Node) or not isinstance(value(node), torch.Tensor):
         raise NotPolynomial(str(node))
     if node not in inside:
         return _outside(node, value(dy))
@@ -101,7 +101,7 @@ def _halves(node, dy: fx.Node, inside: set[fx.Node]) -> tuple[Poly, ...]:
         return tuple(p * -1.0 for p in of(node.args[0]))
     if node.target in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor) and not node.kwargs:
         return _elementwise(node.target, *(of(a) for a in node.args))
-    if node.target is aten.cat.default and node.args[1] % (last + 1) == last:
+    if node.target is aten.cat.default and (*node.args, 0)[1] % (last + 1) == last:
         parts = [of(n) for n in node.args[0]]
         if len(parts) == 2 and all(len(p) == 1 for p in parts):
             return parts[0] + parts[1]

@@ -38,6 +38,7 @@ def _prove(match: Match) -> Rewrite | None:
         return None  # an addition like any other
 
     names = ", ".join(t.name for t in terms)
+    require(len({*terms}) == len(terms), f"{node.name} adds a tensor more than once: {names}")
     require(len(products) <= MAX_PAIRS, f"{node.name} adds up {len(products)} matmuls: {names}")
     require(len(rest) <= 1, f"{node.name} adds {len(rest)} tensors to its matmuls: {names}")
     out, dtype = value(node), value(node).dtype
@@ -55,6 +56,15 @@ def _prove(match: Match) -> Rewrite | None:
         require(takes(v.dtype), f"{operand.name} is {v.dtype}: left to the library's matmuls")
         require(v.stride(1) == 1, f"{operand.name} has strides {list(v.stride())}")
     a, b = ([p[i] for p in pairs] for i in (0, 1))
+    sizes_of_first = value(a[0]).shape[0], value(b[0]).shape[1]
+    for x, y in zip(a, b, strict=True):
+        # Results of other shapes can look alike behind their views.
+        rows_and_width = value(x).shape[0], value(y).shape[1]
+        require(
+            same_size(rows_and_width, sizes_of_first),
+            f"{x.name} @ {y.name} is {list(rows_and_width)}, {a[0].name} @ {b[0].name} "
+            f"{list(sizes_of_first)}",
+        )
     shape = sum_matmul_shape([*map(value, a)], [*map(value, b)], rest or None, dtype)
     require(pays(shape, out.device), f"as measured, cuBLAS is faster on {shape}")
 
@@ -77,8 +87,6 @@ def _prove(match: Match) -> Rewrite | None:
 def _is_inner(node: fx.Node) -> bool:
     """Whether ``node``'s value only goes into another addition, which then is the anchor."""
     user = only_user(node)
-    while user is not None and user.target in VIEWS:
-        user = only_user(user)
     return user is not None and _is_sum(user)
 
 

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from fusedbwd import Config, Report
 from fusedbwd import schema as sch
-from fusedbwd.fuse import fuse
+from fusedbwd.fuse import BROKEN_OFF, fuse
 from fusedbwd.numerics import budget, relative_l2, statistics_dtype, within
 from fusedbwd.precision import HIGHEST, MEDIUM, RoundedMatmuls, matmul_precision
 from fusedbwd.schema import Gradient, Schema, resolve
@@ -110,6 +110,7 @@ def check(
     gm, wanted = joint_graph(module, shapes, dtypes, dynamic=dynamic, frozen=frozen)
     with matmul_precision(precision):
         report = fuse(gm.graph, config)
+    assert not [m for m in report.missed if m.reason.startswith(BROKEN_OFF)], report
     for seed, sizes in enumerate((SIZES, OTHER_SIZES) if dynamic else (SIZES,)):
         values = draw(shapes, dtypes, sizes, seed)
         assert_right(gm, module, wanted, values, seed, rounded=precision == MEDIUM)

@@ -91,6 +91,32 @@ def test_addmm(check):
     check(lambda x, m, w: Decayed.apply(x, m, w), DECAYED, config=ALONE, precision=MEDIUM, fires=2)
 
 
+class Shifted(torch.autograd.Function):
+    """Its backward adds its gradient to a product of the forward's tensors."""
+
+    @staticmethod
+    def forward(ctx, x, m, w):
+        ctx.save_for_backward(m, w)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        m, w = ctx.saved_tensors
+        return torch.addmm(grad, m, w.expand(WIDTH, WIDTH)), None, None
+
+
+def test_addmm_to_a_gradient():
+    """A product of the forward, whatever it is added to, stays float32."""
+    with matmul_precision(MEDIUM):
+        gm, _ = joint_graph(
+            lambda x, m, w: Shifted.apply(x, m, w),
+            {"x": (WIDTH, WIDTH), "m": (WIDTH, WIDTH), "w": (WIDTH,)},
+            frozen=("m", "w"),
+        )
+        report = fuse(gm.graph, Config())
+    assert not report.fired and len(nodes(gm, aten.addmm)) == 1
+
+
 LOOKALIKES = {
     "highest": (linear, torch.float32, HIGHEST),
     "high": (linear, torch.float32, HIGH),

@@ -92,3 +92,14 @@ def test_transposed_weight(check):
     shapes = shapes_of(fn, v=(WIDTH, WIDTH))
     report = check(fn, shapes, torch.bfloat16, config=CONFIG, fires=FIRST)
     assert "has strides" in report.missed[0].reason
+
+
+def test_product_split_another_way(check):
+    """[30, 32] viewed as [15, 64], as heads are."""
+
+    def fn(x, b, v):
+        return F.linear(F.gelu(x + b).view(3, 5, 2, 32), v)
+
+    shapes = {"x": (3, 5, 64), "b": (64,), "v": (24, 32)}
+    report = check(fn, shapes, torch.bfloat16, config=CONFIG, fires=FIRST)
+    assert "is [30, 32]" in report.missed[0].reason

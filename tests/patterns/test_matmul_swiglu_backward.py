@@ -78,3 +78,14 @@ def test_transposed_weight(check):
 
     report = check(fn, shapes_of(fn, v=(WIDTH, WIDTH)), torch.bfloat16, fires=FIRST | {PATTERN: 0})
     assert "has strides" in report.missed[0].reason
+
+
+def test_product_split_another_way(check):
+    """[30, 32] viewed as [15, 64], as heads are."""
+
+    def fn(g, u, v):
+        return F.linear((F.silu(g) * u).view(3, 5, 2, 32), v)
+
+    shapes = {"g": (3, 5, 64), "u": (3, 5, 64), "v": (24, 32)}
+    report = check(fn, shapes, torch.bfloat16, fires=FIRST)
+    assert "is [30, 32]" in report.missed[0].reason

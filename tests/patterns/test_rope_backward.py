@@ -211,6 +211,22 @@ def turned_again(x, cos, sin, mq, mk, mv):
 
 
 NOT_ROPE = "does not go back through RoPE by halves"
+
+
+def scaled_by_length(x, cos, sin, mq, mk, mv):
+    """A size, no tensor, is a factor of the rotated q."""
+    q, k, v = ((x @ m).view(*x.shape[:-1], -1, DIM).transpose(1, 2) for m in (mq, mk, mv))
+    return merged(sdpa(rope(q, cos, sin) * x.shape[1], hf_repeat(rope(k, cos, sin)), hf_repeat(v)))
+
+
+def halves_of_the_batch(x, cos, sin, mq, mk, mv):
+    """Gradients joined along the first dimension, beside another use of the rotated q."""
+    q, k, v = ((x @ m).view(*x.shape[:-1], -1, DIM).transpose(1, 2) for m in (mq, mk, mv))
+    q, k, v = rope(q, cos, sin), hf_repeat(rope(k, cos, sin)), hf_repeat(v)
+    parts = zip(q.split([1, 2]), k.split([1, 2]), v.split([1, 2]), strict=True)
+    return merged(torch.cat([sdpa(*part) for part in parts]) + torch.sin(q))
+
+
 LOOK_ALIKES = {
     "interleaved RoPE": (layer(rotated=pairs), shapes(), NOT_ROPE),
     "partial rotary": (layer(rotated=partial), shapes(), NOT_ROPE),
@@ -239,6 +255,14 @@ def test_look_alikes(check_frozen, name):
     fn, args, reason = LOOK_ALIKES[name]
     report = check_frozen(fn, args, torch.bfloat16, fires=0)
     assert [reason in miss.reason for miss in misses(report)] == [True], report
+
+
+@pytest.mark.parametrize(
+    ("fn", "dynamic"), [(scaled_by_length, True), (halves_of_the_batch, False)]
+)
+def test_what_is_no_rotation(check_frozen, fn, dynamic):
+    """Nothing fuses and nothing breaks off."""
+    assert misses(check_frozen(fn, shapes(), torch.bfloat16, dynamic=dynamic, fires=0))
 
 
 def test_tables_by_other_names(check_frozen):

@@ -1,5 +1,7 @@
 """Input gradients of projections of one input, added up."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -160,3 +162,36 @@ def test_other_sums(check):
         return torch.sub(F.linear(x, v1), F.linear(x, v2), alpha=2.0) * 3
 
     check(fn, shapes_of(fn), torch.bfloat16, fires=1)  # the gradients are added all the same
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, v1, v2: two(x + x, v1, v2),
+        lambda x, v1, v2: F.linear(x + x, v1) + F.linear(x, v2),
+    ],
+)
+def test_a_term_added_twice(check, fn):
+    """x + x: autograd adds one node to itself."""
+    check(fn, shapes_of(fn), torch.bfloat16, fires=0)
+
+
+def test_results_split_another_way(check):
+    """[15, 64] and [30, 32] look alike behind their views."""
+
+    def fn(x, v1, v2):
+        return F.linear(x, v1) + F.linear(x.view(3, 5, 2, 32), v2).view(3, 5, 48)
+
+    shapes = {"x": (3, 5, 64), "v1": (48, 64), "v2": (24, 32)}
+    report = check(fn, shapes, torch.bfloat16, fires=0)
+    assert re.search(r"is \[(30, 32|15, 64)\], \w+ @ \w+ \[(15, 64|30, 32)\]", str(report))
+
+
+def test_inner_sum_behind_a_view(check):
+    """It fuses by itself: the sum around it adds something else."""
+
+    def fn(x, y, v1, v2):
+        z = x.flatten()
+        return two(z.view(x.shape), v1, v2).sum() + (z * y.flatten()).sum()
+
+    check(fn, shapes_of(fn), torch.bfloat16, fires=1)

@@ -1,12 +1,16 @@
 """SwiGLU: linear * silu(act)."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import KINDS, WIDTH, arguments_of, joint_graph, wide
 
+import fusedbwd.fuse as fuse_module
 from fusedbwd import Config
 from fusedbwd.fuse import fuse
+from fusedbwd.patterns import PATTERNS
 
 PATTERN = "swiglu_backward"
 
@@ -219,3 +223,20 @@ def test_mixed_dtypes(check):
 
     report = check(fn, arguments_of(fn), {"g": torch.bfloat16, "u": torch.float32}, fires=0)
     assert "differ in dtype" in report.missed[0].reason
+
+
+def test_a_proof_with_a_fault(monkeypatch, caplog):
+    """A fault of ours costs the fusion, with a warning, and not the compilation."""
+    pattern = next(p for p in fuse_module.PATTERNS if p.name == PATTERN)
+
+    def faulty(match):
+        raise KeyError("nothing there")
+
+    faults = tuple(dataclasses.replace(p, prove=faulty) if p is pattern else p for p in PATTERNS)
+    monkeypatch.setattr(fuse_module, "PATTERNS", faults)
+    fn = SPELLINGS["silu(g) * u"]
+    gm, _ = joint_graph(fn, arguments_of(fn))
+    report = fuse_module.fuse(gm.graph, Config())
+    (miss,) = report.missed
+    assert miss.reason == "the proof broke off: KeyError: 'nothing there'"
+    assert "please report this" in caplog.text and not report.fired
