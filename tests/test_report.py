@@ -106,10 +106,13 @@ test_report.export()
 def test_structured_trace(tmp_path):
     """Under TORCH_TRACE each report is an artifact, as tlparse takes them; with TORCH_LOGS the
     log's line is on the terminal."""
+    about = {"TORCH_TRACE": str(tmp_path), "TORCH_LOGS": "fusedbwd"}
+    # torch refuses logs of a module that it does not find, in its own child processes too.
+    about["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(ROOT / "tests")],
         cwd=ROOT,
-        env=os.environ | {"TORCH_TRACE": str(tmp_path), "TORCH_LOGS": "fusedbwd"},
+        env=os.environ | about,
         capture_output=True,
         text=True,
         check=False,
