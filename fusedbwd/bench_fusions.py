@@ -33,10 +33,10 @@ from fusedbwd.config import Config
 from fusedbwd.errors import FusedBwdError, FusionError, VerificationError
 from fusedbwd.fuse import fuse
 from fusedbwd.fusion_cases import SUBJECTS, Case
-from fusedbwd.gate import Row, dtype_name
+from fusedbwd.gate import Row
 from fusedbwd.graph import extract
 from fusedbwd.infer import infer_schema
-from fusedbwd.numerics import relative_l2, rounding_unit, within
+from fusedbwd.numerics import dtype_name, relative_l2, rounding_unit, within
 from fusedbwd.patterns import PATTERNS
 from fusedbwd.problems.problem import record_inputs
 from fusedbwd.trace import trace_joint

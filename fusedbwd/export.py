@@ -52,8 +52,8 @@ def export_backward(
             :func:`fusedbwd.infer_schema`.
         dynamic: one compilation serves every value of the schema's size symbols. Sizes of 1,
             and sizes beyond what 32-bit indices reach, are compiled apart when first met, and so
-            is each precision of float32 matmuls (at most eight variants in all). False: compile
-            for ``sizes`` alone.
+            are ranges of tokens with other routes and each precision of float32 matmuls (at most
+            sixteen variants in all). False: compile for ``sizes`` alone.
         sizes: a value for each size symbol; needed when ``dynamic`` is False.
         device: where the backward is to run; by default where the module's parameters are.
         config: what to fuse.

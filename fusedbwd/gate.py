@@ -31,6 +31,8 @@ from pathlib import Path
 
 import torch
 
+from fusedbwd.numerics import dtype_name
+
 DATA = Path(__file__).parent / "data"
 MEASURED_GPU = "NVIDIA H200"
 THRESHOLD = 0.97
@@ -141,8 +143,3 @@ def speedups(rows: Sequence[Row]) -> dict[tuple[str, int, str], float]:
     for r in rows:
         groups.setdefault((r.fusion, r.width, r.dtype), []).append(r)
     return {size: speedup(group) for size, group in groups.items()}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``bfloat16`` for ``torch.bfloat16``."""
-    return str(dtype).removeprefix("torch.")

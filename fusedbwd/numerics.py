@@ -21,6 +21,11 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def relative_l2(actual: Tensor, expected: Tensor) -> float:
     """``|actual - expected| / |expected|`` in float64, Frobenius norms.
 

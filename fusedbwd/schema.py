@@ -19,6 +19,7 @@ import torch
 from tabulate import tabulate
 
 from fusedbwd.errors import SchemaError
+from fusedbwd.numerics import dtype_name
 
 Shape = tuple[int | str, ...]
 
@@ -194,7 +195,7 @@ class Schema:
             [
                 i.name,
                 _shape_text(i.shape),
-                _dtype_text(i.dtype),
+                dtype_name(i.dtype),
                 i.layout,
                 i.kind if i.of == i.name else f"{i.kind} {i.of}",
                 "read" if i.read else f"accepted, not read (follows from {i.derived_from})",
@@ -203,7 +204,7 @@ class Schema:
             for i in self.inputs
         ]
         outs = [
-            [o.name, _shape_text(o.shape), _dtype_text(o.dtype), o.of, o.meaning]
+            [o.name, _shape_text(o.shape), dtype_name(o.dtype), o.of, o.meaning]
             for o in self.outputs
         ]
         head_in = ["input", "shape", "dtype", "layout", "producer", "use", "meaning"]
@@ -224,7 +225,3 @@ def resolve(shape: Shape, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 def _shape_text(shape: Shape) -> str:
     return "[" + ", ".join(map(str, shape)) + "]" if shape else "scalar"
-
-
-def _dtype_text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
 """The fusions, one a file: each a :class:`~fusedbwd.patterns.pattern.Pattern`.
 
-``algebra`` proves rewrites; ``heads``, ``norms``, ``rope`` and ``walk`` hold the steps that
-several patterns share.
+``algebra`` proves rewrites; ``heads``, ``matmuls``, ``norms``, ``rope`` and ``walk`` hold the
+steps that several patterns share.
 """
 
 from fusedbwd.patterns import (

@@ -30,9 +30,10 @@ from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match
 from fusedbwd.graph import SAVED_KEY, same_size, value
 from fusedbwd.kernels import attention_backward, attention_rope_backward
 from fusedbwd.kernels.attention import supported
-from fusedbwd.patterns.heads import VIEWS, columns, flattened, group_sum, joined
+from fusedbwd.patterns.heads import columns, flattened, group_sum, joined
 from fusedbwd.patterns.pattern import Miss, Pattern, Rewrite, only_user, require, users
 from fusedbwd.patterns.rope import rotation_of
+from fusedbwd.patterns.walk import VIEWS
 
 aten = torch.ops.aten
 prims = torch.ops.prims

@@ -7,10 +7,9 @@ from torch import fx
 
 from fusedbwd.graph import same_size, value
 from fusedbwd.patterns.pattern import only_user
+from fusedbwd.patterns.walk import VIEWS, cat_of
 
 aten = torch.ops.aten
-
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def flattened(node: fx.Node) -> fx.Node | None:
@@ -36,12 +35,8 @@ def flattened(node: fx.Node) -> fx.Node | None:
 def joined(parts: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
     """The concatenation of columns that alone uses ``parts``, as where one projection makes q,
     k and v together; ``parts`` themselves where there is none."""
-    whole = only_user(parts[0])
-    if whole is None or whole.target is not aten.cat.default or list(whole.args[0]) != [*parts]:
-        return parts
-    last = value(whole).dim() - 1
-    alone = all(only_user(p) is whole for p in parts)
-    return (whole,) if alone and (*whole.args, 0)[1] % (last + 1) == last else parts
+    whole = cat_of(parts)
+    return parts if whole is None else (whole,)
 
 
 def columns(

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match
 
-from fusedbwd.graph import same_size, value
+from fusedbwd.graph import value
 from fusedbwd.kernels import matmul_swiglu_backward, swiglu_backward
-from fusedbwd.kernels._matmul import takes
 from fusedbwd.kernels._routes import pays
 from fusedbwd.kernels.matmul_swiglu import matmul_swiglu_backward_shape
+from fusedbwd.patterns.matmuls import product_of, require_epilogue, require_operands
 from fusedbwd.patterns.pattern import Pattern, Rewrite, require
-from fusedbwd.patterns.walk import product_of
 
 
 def _prove(match: Match) -> Rewrite | None:
@@ -24,17 +23,9 @@ def _prove(match: Match) -> Rewrite | None:
     product = product_of(dy)
     if product is None:
         return None
-    users = [n.name for n in product.users]
-    require(len(users) == 1, f"not {node.name} alone uses {product.name}, but {users}")
+    require_epilogue(node, product, act)
     grad, weight = product.args
-    shapes = value(product).shape, value(act).shape
-    require(
-        same_size(*shapes), f"{product.name} is {list(shapes[0])}, {act.name} {list(shapes[1])}"
-    )
-    for operand in (grad, weight):
-        v = value(operand)
-        require(takes(v.dtype), f"{operand.name} is {v.dtype}: left to the library's matmuls")
-        require(v.stride(1) == 1, f"{operand.name} has strides {list(v.stride())}")
+    require_operands(grad, weight)
     shape = matmul_swiglu_backward_shape(*map(value, (grad, weight, act, linear)))
     device = value(node).device
     require(pays(shape, device), f"as measured, cuBLAS and a kernel of its own are faster: {shape}")

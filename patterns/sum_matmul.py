@@ -18,9 +18,9 @@ from torch._inductor.pattern_matcher import Arg, CallFunction, Match
 
 from fusedbwd.graph import gradient_nodes, same_size, value
 from fusedbwd.kernels import sum_matmul
-from fusedbwd.kernels._matmul import takes
 from fusedbwd.kernels._routes import pays
 from fusedbwd.kernels.matmul_sum import MAX_PAIRS, sum_matmul_shape
+from fusedbwd.patterns.matmuls import pairs_of, product_of, require_operands
 from fusedbwd.patterns.pattern import Pattern, Rewrite, only_user, require
 from fusedbwd.patterns.walk import VIEWS
 
@@ -29,13 +29,15 @@ aten = torch.ops.aten
 
 def _prove(match: Match) -> Rewrite | None:
     node = match.output_node()
-    if node not in gradient_nodes(node.graph) or _is_inner(node):
+    if not _is_sum(node) or _is_inner(node):
         return None
     terms = _terms(node)
-    products = {t: p for t in terms if (p := _product(t)) is not None}
+    products = {t: p for t in terms if (p := product_of(t, alone=True)) is not None}
     rest = [t for t in terms if t not in products]
     if not products or (len(products) == 1 and not (rest and _widens(*products.values()))):
         return None  # an addition like any other
+    if node not in gradient_nodes(node.graph):  # last: it goes through the whole graph
+        return None
 
     names = ", ".join(t.name for t in terms)
     require(len({*terms}) == len(terms), f"{node.name} adds a tensor more than once: {names}")
@@ -49,12 +51,9 @@ def _prove(match: Match) -> Rewrite | None:
             f"{term.name} is {v.dtype} {list(v.shape)}, the sum {node.name} {dtype} "
             f"{list(out.shape)}",
         )
-    pairs = [p for matmul in products.values() for p in _pairs(matmul)]
+    pairs = [p for matmul in products.values() for p in pairs_of(matmul)]
     require(len(pairs) <= MAX_PAIRS, f"{node.name} adds up {len(pairs)} matmuls: {names}")
-    for operand in (n for pair in pairs for n in pair):
-        v = value(operand)
-        require(takes(v.dtype), f"{operand.name} is {v.dtype}: left to the library's matmuls")
-        require(v.stride(1) == 1, f"{operand.name} has strides {list(v.stride())}")
+    require_operands(*(n for pair in pairs for n in pair))
     a, b = ([p[i] for p in pairs] for i in (0, 1))
     sizes_of_first = value(a[0]).shape[0], value(b[0]).shape[1]
     for x, y in zip(a, b, strict=True):
@@ -110,24 +109,8 @@ def _terms(node: fx.Node) -> list[fx.Node]:
     return terms
 
 
-def _product(term: fx.Node) -> fx.Node | None:
-    """The matmul of which ``term`` alone is a view."""
-    node = term
-    while len(node.users) == 1 and node.target in VIEWS:
-        node = node.args[0]
-    is_product = node.target is aten.mm.default or (
-        node.target is sum_matmul and node.args[2] is None
-    )
-    return node if is_product and len(node.users) == 1 else None
-
-
-def _pairs(matmul: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    a, b = matmul.args[:2]
-    return [(a, b)] if isinstance(a, fx.Node) else list(zip(a, b, strict=True))
-
-
 def _widens(matmul: fx.Node) -> bool:
-    return value(matmul).dtype != value(_pairs(matmul)[0][0]).dtype
+    return value(matmul).dtype != value(pairs_of(matmul)[0][0]).dtype
 
 
 PATTERN = Pattern(

@@ -60,17 +60,25 @@ def sums_above(node: fx.Node) -> list[fx.Node]:
     return [n for n in reversed(climbed) if n.target in (aten.add.Tensor, aten.sub.Tensor)]
 
 
+def cat_of(parts: tuple[fx.Node, ...]) -> fx.Node | None:
+    """The concatenation along the last dimension that alone uses ``parts``, in their order."""
+    whole = only_user(parts[0])
+    if whole is None or whole.target is not aten.cat.default or list(whole.args[0]) != [*parts]:
+        return None
+    rank = value(whole).dim()
+    alone = all(only_user(part) is whole for part in parts)
+    return whole if alone and (*whole.args, 0)[1] % rank == rank - 1 else None
+
+
 def concatenation(left: fx.Node, right: fx.Node) -> fx.Node | None:
     """The node that joins ``left`` and ``right``, used for nothing else, along the last
     dimension: the gradient of a tensor of which both are halves, by ``chunk`` (a ``cat``) or by
     slices (a sum of the two, each written into zeros)."""
+    if (whole := cat_of((left, right))) is not None:
+        return whole
     a, b = only_user(left), only_user(right)
     if a is None or b is None:
         return None
-    last = value(left).dim() - 1
-    if a is b and a.target is aten.cat.default:
-        parts, dim = (*a.args, 0)[:2]
-        return a if list(parts) == [left, right] and dim % (last + 1) == last else None
     start, width = value(left).shape[-1], value(left).shape[-1] + value(right).shape[-1]
     whole = only_user(a)
     if whole is None or whole != only_user(b):
@@ -137,14 +145,6 @@ def sums_columns(node: fx.Node, rows_of: fx.Node) -> bool:
         and sorted(d % rank for d in dims or ()) == list(range(rank - 1))
         and same_numel(source, rows_of)
     )
-
-
-def product_of(node: fx.Node) -> fx.Node | None:
-    """The matmul of which ``node`` is a view, or None."""
-    while node.op == "call_function" and node.target in VIEWS:
-        node = node.args[0]
-    is_product = node.op == "call_function" and node.target is aten.mm.default
-    return node if is_product else None
 
 
 def sum_over_rows(dx: fx.Node) -> fx.Node | None:

@@ -55,6 +55,19 @@ class MatmulTile(NamedTuple):
         """Programs in the grid."""
         return sm_count(device) * self.programs_per_sm
 
+    def options(self, device: torch.device) -> dict[str, int]:
+        """What every matmul kernel is launched with."""
+        return {
+            "ROWS": self.rows,
+            "COLUMNS": self.columns,
+            "DEPTH": self.depth,
+            "GROUP": self.group,
+            "SUBTILES": self.subtiles,
+            "PROGRAMS": self.programs(device),
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
 
 def takes(dtype: torch.dtype) -> bool:
     """Whether the kernels multiply in ``dtype``; float32 and float64 are left to cuBLAS."""

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from fusedbwd.kernels._matmul import MatmulTile
+from fusedbwd.kernels._matmul import MatmulTile, describable, takes
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -75,6 +75,15 @@ def route(shape: Shape, tokens: int | torch.SymInt, device: torch.device) -> Mat
     return ranges[-1][1]
 
 
+def tile_for(shape: Shape, *operands: torch.Tensor) -> MatmulTile | None:
+    """:func:`route` for these operands, the first of which has the tokens as rows; None too
+    where the kernels do not take them."""
+    first = operands[0]
+    if not takes(first.dtype) or not describable(*operands):
+        return None
+    return route(shape, first.shape[0], first.device)
+
+
 def pays(shape: Shape, device: torch.device) -> bool:
     """Whether the Triton kernel is used for any number of tokens. True for a CPU, where ops run
     their references and nothing is measured."""
@@ -101,14 +110,17 @@ def _routes(
 
 
 @cache
+def _tables() -> tuple[tuple[tuple[int, int], list[Mapping[str, Any]]], ...]:
+    """The shipped tables: compute capability and rows of each."""
+    found = (json.loads(path.read_text()) for path in sorted(DATA.glob("matmul_*.json")))
+    return tuple((tuple(table["capability"]), table["rows"]) for table in found)
+
+
 def measurements(capability: tuple[int, int] | None) -> tuple[Mapping[str, Any], ...]:
     """The rows measured on GPUs of this compute capability."""
-    rows: list[Mapping[str, Any]] = []
-    for path in sorted(DATA.glob("matmul_*.json")):
-        table = json.loads(path.read_text())
-        if capability is not None and tuple(table["capability"]) == capability:
-            rows += table["rows"]
-    return tuple(rows)
+    return tuple(
+        row for measured_on, rows in _tables() if measured_on == capability for row in rows
+    )
 
 
 def nearest(shape: Shape, rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -164,12 +176,11 @@ def _speed(row: Mapping[str, Any], candidate: Mapping[str, Any], where: Sequence
 def tiles(op: str) -> tuple[tuple[MatmulTile, tuple[int, int]], ...]:
     """Every tile in which an op's kernel is launched, and on which compute capability."""
     used: dict[tuple[MatmulTile, tuple[int, int]], None] = {}
-    for path in sorted(DATA.glob("matmul_*.json")):
-        table = json.loads(path.read_text())
-        for row in table["rows"]:
+    for capability, rows in _tables():
+        for row in rows:
             if row["op"] == op:
                 found = (tile for _, tile in ranges(row) if tile is not None)
-                used |= dict.fromkeys((tile, tuple(table["capability"])) for tile in found)
+                used |= dict.fromkeys((tile, capability) for tile in found)
     return tuple(used)
 
 

@@ -14,13 +14,13 @@ from fusedbwd.kernels._matmul import (
     operand,
     place,
     subtiles,
-    takes,
 )
 from fusedbwd.kernels._op import define_op, launch
 from fusedbwd.kernels._partials import sum_partials
-from fusedbwd.kernels._routes import Shape, route
+from fusedbwd.kernels._routes import Shape, tile_for
 from fusedbwd.kernels._tiles import accumulation_dtype, check_shapes, unit_stride
 from fusedbwd.kernels.gelu import gelu_backward_launch, gelu_backward_reference, gelu_slope
+from fusedbwd.numerics import dtype_name
 
 
 def matmul_gelu_backward_reference(
@@ -129,32 +129,23 @@ def matmul_gelu_backward_fused(
         TANH=approximate == "tanh",
         HIDDEN=grad.shape[1],
         WIDTH=width,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        DEPTH=tile.depth,
-        GROUP=tile.group,
-        SUBTILES=tile.subtiles,
-        PROGRAMS=tile.programs(x.device),
         FLAT=tile.flat,
         DESCRIBED=describable(grad, weight),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **tile.options(x.device),
     )
     return dx, sum_partials(partial)[0]
 
 
 def matmul_gelu_backward_shape(grad, weight, x, approximate) -> Shape:
     """What the choice of a route depends on, beside the number of tokens."""
-    name = str(x.dtype).removeprefix("torch.")
-    return Shape("matmul_gelu_backward", weight.shape[0], weight.shape[1], 1, False, name)
+    return Shape(
+        "matmul_gelu_backward", weight.shape[0], weight.shape[1], 1, False, dtype_name(x.dtype)
+    )
 
 
 def matmul_gelu_backward_launch(grad, weight, x, approximate) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel where it was measured to be faster, else cuBLAS and the GELU kernel."""
-    tile = None
-    if takes(grad.dtype) and describable(grad, weight):
-        shape = matmul_gelu_backward_shape(grad, weight, x, approximate)
-        tile = route(shape, grad.shape[0], grad.device)
+    tile = tile_for(matmul_gelu_backward_shape(grad, weight, x, approximate), grad, weight)
     if tile is None:
         return matmul_gelu_backward_unfused(grad, weight, x, approximate)
     return matmul_gelu_backward_fused(grad, weight, x, approximate, tile)

@@ -23,12 +23,12 @@ from fusedbwd.kernels._matmul import (
     store_partial,
     store_sum,
     subtiles,
-    takes,
     workspace,
 )
 from fusedbwd.kernels._op import define_op, launch
-from fusedbwd.kernels._routes import Shape, route
+from fusedbwd.kernels._routes import Shape, tile_for
 from fusedbwd.kernels._tiles import accumulation_dtype, check_shapes, row_stride, unit_stride
+from fusedbwd.numerics import dtype_name
 
 MAX_PAIRS = 3
 
@@ -233,17 +233,10 @@ def sum_matmul_fused(
         row_stride(residual),
         **dict(zip(("DEPTH0", "DEPTH1", "DEPTH2"), [*depths, 0, 0], strict=False)),
         WIDTH=width,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        DEPTH=tile.depth,
-        GROUP=tile.group,
-        SUBTILES=tile.subtiles,
-        PROGRAMS=tile.programs(out.device),
         SPLIT=tile.split,
         HAS_RESIDUAL=residual is not None,
         DESCRIBED=describable(*a, *b),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **tile.options(out.device),
     )
     if partial is not None:
         join(partial, out, residual, sum(-(-depth // tile.depth) for depth in depths), tile)
@@ -253,16 +246,12 @@ def sum_matmul_fused(
 def sum_matmul_shape(a, b, residual, out_dtype) -> Shape:
     """What the choice of a route depends on, beside the number of tokens."""
     depth, width = sum(y.shape[0] for y in b), b[0].shape[1]
-    name = str(out_dtype).removeprefix("torch.")
-    return Shape("sum_matmul", depth, width, len(a), residual is not None, name)
+    return Shape("sum_matmul", depth, width, len(a), residual is not None, dtype_name(out_dtype))
 
 
 def sum_matmul_launch(a, b, residual, out_dtype) -> torch.Tensor:
     """The kernel where it was measured to be faster, else cuBLAS."""
-    tile = None
-    if takes(a[0].dtype) and describable(*a, *b):
-        shape = sum_matmul_shape(a, b, residual, out_dtype)
-        tile = route(shape, a[0].shape[0], a[0].device)
+    tile = tile_for(sum_matmul_shape(a, b, residual, out_dtype), *a, *b)
     if tile is None:
         return sum_matmul_unfused(a, b, residual, out_dtype)
     return sum_matmul_fused(a, b, residual, out_dtype, tile)

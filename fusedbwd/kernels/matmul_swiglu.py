@@ -13,16 +13,16 @@ from fusedbwd.kernels._matmul import (
     operand,
     place,
     subtiles,
-    takes,
 )
 from fusedbwd.kernels._op import define_op, launch
-from fusedbwd.kernels._routes import Shape, route
+from fusedbwd.kernels._routes import Shape, tile_for
 from fusedbwd.kernels._tiles import accumulation_dtype, check_shapes, unit_stride
 from fusedbwd.kernels.swiglu import (
     swiglu_backward_launch,
     swiglu_backward_reference,
     swiglu_gradients,
 )
+from fusedbwd.numerics import dtype_name
 
 
 def matmul_swiglu_backward_reference(
@@ -129,32 +129,23 @@ def matmul_swiglu_backward_fused(
         linear.stride(0),
         HIDDEN=grad.shape[1],
         WIDTH=width,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        DEPTH=tile.depth,
-        GROUP=tile.group,
-        SUBTILES=tile.subtiles,
-        PROGRAMS=tile.programs(act.device),
         FLAT=tile.flat,
         DESCRIBED=describable(grad, weight),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **tile.options(act.device),
     )
     return packed
 
 
 def matmul_swiglu_backward_shape(grad, weight, act, linear) -> Shape:
     """What the choice of a route depends on, beside the number of tokens."""
-    name = str(act.dtype).removeprefix("torch.")
-    return Shape("matmul_swiglu_backward", weight.shape[0], weight.shape[1], 1, False, name)
+    return Shape(
+        "matmul_swiglu_backward", weight.shape[0], weight.shape[1], 1, False, dtype_name(act.dtype)
+    )
 
 
 def matmul_swiglu_backward_launch(grad, weight, act, linear) -> torch.Tensor:
     """The kernel where it was measured to be faster, else cuBLAS and the SwiGLU kernel."""
-    tile = None
-    if takes(grad.dtype) and describable(grad, weight):
-        shape = matmul_swiglu_backward_shape(grad, weight, act, linear)
-        tile = route(shape, grad.shape[0], grad.device)
+    tile = tile_for(matmul_swiglu_backward_shape(grad, weight, act, linear), grad, weight)
     if tile is None:
         return matmul_swiglu_backward_unfused(grad, weight, act, linear)
     return matmul_swiglu_backward_fused(grad, weight, act, linear, tile)

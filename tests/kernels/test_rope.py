@@ -61,17 +61,21 @@ def test_reference_is_autograd():
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@over_sizes
-def test_kernel(batch, heads, kv_heads, group, seq, dim, dtype, device):
+def check_kernel(batch, *sizes, dtype, device):
     for table_batch in {1, batch}:
-        args = draw(batch, heads, kv_heads, group, seq, dim, dtype, device, table_batch)
+        args = draw(batch, *sizes, dtype, device, table_batch)
         assert_right(
             run(rope_backward_launch, *args),
             autograd(*cast(args, torch.float64)),
             autograd(*args),
             dtype,
         )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@over_sizes
+def test_kernel(batch, heads, kv_heads, group, seq, dim, dtype, device):
+    check_kernel(batch, heads, kv_heads, group, seq, dim, dtype=dtype, device=device)
 
 
 def test_group_sums_are_rounded_once(device):
@@ -156,14 +160,7 @@ def test_what_is_not_supported(device):
     (1, 71, 1, 71, 33, 64), (3, 12, 4, 3, 65, 80), (1, 8, 2, 4, 1, 160),
 ])  # fmt: skip
 def test_kernel_at_size(batch, heads, kv_heads, group, seq, dim, dtype, device):
-    for table_batch in {1, batch}:
-        args = draw(batch, heads, kv_heads, group, seq, dim, dtype, device, table_batch)
-        assert_right(
-            run(rope_backward_launch, *args),
-            autograd(*cast(args, torch.float64)),
-            autograd(*args),
-            dtype,
-        )
+    check_kernel(batch, heads, kv_heads, group, seq, dim, dtype=dtype, device=device)
 
 
 @pytest.mark.gpu
