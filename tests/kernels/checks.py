@@ -25,6 +25,20 @@ def assert_right(actual, expected, own, compute_dtype):
         assert within(error, allowed), f"output {index}: {error:.2e}, allowed {allowed:.2e}"
 
 
+def assert_same_formula(actual, expected):
+    """Two float64 evaluations of one formula agree, norm-wise.
+
+    Not to the last digit: some processors' ``erf`` is off by 2e-11. Another formula (the other
+    GELU, say) is off by 1e-4 and more.
+    """
+    if isinstance(actual, torch.Tensor):
+        actual, expected = [actual], [expected]
+    for index, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        assert a.dtype == e.dtype == torch.float64
+        error = relative_l2(a, e)
+        assert error <= 1e-10, f"output {index}: {error:.2e}"
+
+
 def cast(args, dtype):
     """``args`` with its floating-point tensors in ``dtype``."""
     return [a.to(dtype) if isinstance(a, torch.Tensor) else a for a in args]
