@@ -1,7 +1,7 @@
 # Variables: PYTHON, TORCH_SPEC, VENV (see scripts/setup_venv.sh) and PYTEST_ARGS.
 VENV ?= .venv
 PYTHON ?= python3
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n logical --dist worksteal
 export VENV PYTHON
 
 RUN := $(VENV)/bin/python

@@ -13,14 +13,13 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import triton
-from tabulate import tabulate
 from torch import Tensor, nn
 
+from fusedbwd.bench_results import CaseTimings, Timing
 from fusedbwd.errors import FusedBwdError
 from fusedbwd.problems import Case, Problem
 from fusedbwd.schema import GRAD_OUTPUT, Schema
@@ -38,50 +37,26 @@ _ADDRESSES = 16
 Variant = Callable[[Mapping[str, Any]], Sequence[Tensor]]
 
 
-@dataclass(frozen=True)
-class Timing:
-    """One variant on one case; milliseconds but for ``first_call_s``, which compiles.
-
-    ``share`` is the floor over the median. ``worst`` is, over the gradients of the last timed
-    call, the largest ratio of the error to its budget; above 1, or NaN, the output is wrong.
-    """
-
-    variant: str
-    calls: int
-    p20_ms: float
-    p50_ms: float
-    p80_ms: float
-    first_call_s: float
-    share: float | None
-    worst: float
-    ok: bool
-
-
-@dataclass(frozen=True)
-class CaseTimings:
-    """One case: the least time the H200's peaks allow, the clocks seen, and the variants."""
-
-    batch: int
-    seq: int
-    flops: int
-    bytes: int
-    floor_ms: float
-    sm_clocks_mhz: tuple[int | None, int | None]
-    timings: tuple[Timing, ...] = field(default=())
-
-
 def variants(
     problem: Problem, module: nn.Module, names: Sequence[str], export: Callable[[], Backward]
 ) -> dict[str, Variant]:
-    """The variants called ``names``: ``eager``, ``compile`` or ``ours``.
+    """The variants called ``names``: ``eager``, ``compile``, ``max-autotune`` or ``ours``.
 
-    The first two are the problem's reference as it is and through ``torch.compile(dynamic=True)``;
-    ``export`` makes the third. What ``names`` leaves out is not made.
+    ``export`` makes ours. The others are the problem's reference as it is, through
+    ``torch.compile(dynamic=True)``, and with max-autotune for each case's static sizes, which
+    takes minutes a case. No variant captures CUDA graphs: the inputs' addresses change. What
+    ``names`` leaves out is not made.
     """
-    compiled = torch.compile(problem.reference, dynamic=True)
+    reference = problem.reference
     makers: dict[str, Callable[[], Variant]] = {
-        "eager": lambda: lambda inputs: tuple(problem.reference(inputs).values()),
-        "compile": lambda: lambda inputs: tuple(compiled(inputs).values()),
+        "eager": lambda: _values(reference),
+        "compile": lambda: _values(torch.compile(reference, dynamic=True, fullgraph=True)),
+        # With fullgraph, the limit of recompilations is an error and not eager's time.
+        "max-autotune": lambda: _values(
+            torch.compile(
+                reference, dynamic=False, fullgraph=True, mode="max-autotune-no-cudagraphs"
+            )
+        ),
         "ours": lambda: _by_keyword(export()),
     }
     for name in names:
@@ -118,9 +93,11 @@ def bench_case(
     moving = _MovingInputs(inputs)
 
     first = {name: stopwatch.wall(fn, moving.next())[0] for name, fn in fns.items()}
-    for fn in fns.values():
-        for _ in range(WARMUP_CALLS):
+    peaks = {}
+    for name, fn in fns.items():
+        for _ in range(WARMUP_CALLS - 1):
             fn(moving.next())
+        peaks[name] = _peak_bytes(fn, moving.next(), device)
     times: dict[str, list[float]] = {name: [] for name in fns}
     outputs: dict[str, Sequence[Tensor]] = {}
     clock = sm_clock(device)
@@ -149,45 +126,12 @@ def bench_case(
                 p80_ms=p80,
                 first_call_s=first[name],
                 share=floor_ms / p50 if device.type == "cuda" else None,
+                peak_bytes=peaks[name],
                 worst=_worst(checks),
                 ok=all(check.ok for check in checks),
             )
         )
     return CaseTimings(batch, seq, flops, moved, floor_ms, clocks, tuple(timings))
-
-
-def table(results: Sequence[CaseTimings], fmt: str = "simple") -> str:
-    """One row per case and variant, then the mean of each variant's medians."""
-    head = [
-        "case", "floor ms", "variant", "p20", "p50", "p80", "share", "first call s",
-        "error/budget", "",
-    ]  # fmt: skip
-    rows = [
-        [
-            f"{r.batch}x{r.seq}",
-            f"{r.floor_ms:.3f}",
-            t.variant,
-            f"{t.p20_ms:.3f}",
-            f"{t.p50_ms:.3f}",
-            f"{t.p80_ms:.3f}",
-            "" if t.share is None else f"{t.share:.0%}",
-            f"{t.first_call_s:.2f}",
-            f"{t.worst:.2f}",
-            "ok" if t.ok else "WRONG",
-        ]
-        for r in results
-        for t in r.timings
-    ]
-    lines = [tabulate(rows, headers=head, tablefmt=fmt, disable_numparse=True)]
-    medians: dict[str, list[float]] = {}
-    for r in results:
-        for t in r.timings:
-            medians.setdefault(t.variant, []).append(t.p50_ms)
-    lines += [
-        f"mean p50 of {len(ms)} cases, {name}: {sum(ms) / len(ms):.3f} ms"
-        for name, ms in medians.items()
-    ]
-    return "\n".join(lines)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -229,6 +173,19 @@ def sm_clock(device: torch.device) -> int | None:
         return int(answer.stdout.split()[0])
     except (subprocess.SubprocessError, OSError, ValueError, IndexError):
         return None
+
+
+def _peak_bytes(fn: Variant, inputs: Mapping[str, Any], device: torch.device) -> int | None:
+    """The most that one call, a warm one, holds at a time beside its inputs; None on a CPU."""
+    if device.type != "cuda":
+        fn(inputs)
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    fn(inputs)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 class _MovingInputs:
@@ -287,6 +244,10 @@ class _Stopwatch:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _values(reference: Callable[[Mapping[str, Any]], dict[str, Tensor]]) -> Variant:
+    return lambda inputs: tuple(reference(inputs).values())
 
 
 def _by_keyword(bwd: Backward) -> Variant:

@@ -1,18 +1,23 @@
 #!/usr/bin/env python
-"""Times the exported backward of a reference problem beside eager PyTorch and torch.compile."""
+"""Times the exported backward of a reference problem beside eager PyTorch and torch.compile.
+
+scripts/bench.py --problem decoder_backward --json new.json --plot new.svg
+scripts/bench.py --problem decoder_backward --check docs/results/bench-decoder-h200.json
+scripts/bench.py --from new.json --plot new.svg  # measures nothing
+"""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import sys
 import time
 from pathlib import Path
 
 import torch
 
-from fusedbwd import bench
+from fusedbwd import bench, bench_kernels
+from fusedbwd.bench_plot import plot
+from fusedbwd.bench_results import CaseTimings, Results, load, regressions, summary, table
 from fusedbwd.errors import FusedBwdError
 from fusedbwd.export import export_backward
 from fusedbwd.precision import HIGH, HIGHEST, MEDIUM, matmul_precision
@@ -20,8 +25,14 @@ from fusedbwd.problems import PROBLEMS, get_problem
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--problem", required=True, choices=list(PROBLEMS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--problem", choices=list(PROBLEMS))
+    source.add_argument(
+        "--from", dest="source", type=Path, metavar="FILE", help="show results instead"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--cases", default="all", help="all, or case numbers and BxS: 0,3,8x256")
     parser.add_argument(
@@ -34,25 +45,51 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=HIGHEST,
         help="of fp32 matmuls, in every variant",
     )
-    parser.add_argument("--variants", default="eager,compile,ours", help="comma list of these")
+    parser.add_argument(
+        "--variants",
+        default="eager,compile,ours",
+        help="comma list of these and max-autotune, which is for few cases: minutes each",
+    )
     parser.add_argument("--calls", type=int, default=30, help="timed calls of each variant")
     parser.add_argument("--seed", type=int, default=0, help="of weights and inputs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there: svg, png, pdf")
+    parser.add_argument(
+        "--kernels", action="store_true", help="also list each case's kernels of ours (GPU)"
+    )
+    parser.add_argument(
+        "--check",
+        type=Path,
+        metavar="FILE",
+        help="exit 1 if a case's speed-up is over 5 %% below that of these earlier results",
+    )
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0 when everything timed as ``ours`` was also right after the timing."""
+    """Returns 0 when everything timed as ``ours`` was also right after the timing, and ``--check``
+    found nothing slower."""
     args = parse(argv)
     try:
-        with matmul_precision(args.precision):
-            return run(args)
+        earlier = load(args.check) if args.check else None
+        results = load(args.source) if args.source else measure(args)
+        print(f"{table(results.cases)}\n{summary(results)}")
+        if args.json:
+            results.save(args.json)
+        if args.plot:
+            plot(results, args.plot)
+        slower = regressions(results, earlier) if earlier else []
     except FusedBwdError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    for line in slower:
+        print(f"slower than before: {line}")
+    wrong = any(not t.ok for case in results.cases for t in case.timings if t.variant == "ours")
+    return 1 if wrong or slower else 0
 
 
-def run(args: argparse.Namespace) -> int:
+def measure(args: argparse.Namespace) -> Results:
+    """Exports the backward and times the cases, telling of each as it ends."""
     problem = get_problem(args.problem)
     dtype = getattr(torch, args.dtype) if args.dtype else problem.dtype
     dims = problem.small if args.small else {}
@@ -62,31 +99,24 @@ def run(args: argparse.Namespace) -> int:
     def export():
         return export_backward(module, saved=problem.schema(module), device=args.device)
 
-    start = time.perf_counter()
-    fns = bench.variants(problem, module, args.variants.split(","), export)
-    export_s = time.perf_counter() - start
-    environment = bench.environment(torch.device(args.device))
-    print(", ".join(f"{key} {value}" for key, value in environment.items()))
-    print(f"export: {export_s:.1f} s", flush=True)
+    with matmul_precision(args.precision):
+        start = time.perf_counter()
+        fns = bench.variants(problem, module, args.variants.split(","), export)
+        export_s = time.perf_counter() - start
+        environment = bench.environment(torch.device(args.device))
+        print(", ".join(f"{key} {value}" for key, value in environment.items()))
+        print(f"export: {export_s:.1f} s", flush=True)
 
-    results = []
-    for index, case in enumerate(cases):
-        result = bench.bench_case(
-            problem, module, fns, case, calls=args.calls, seed=args.seed + index
-        )
-        results.append(result)
-        print(f"{case[0]}x{case[1]} done", file=sys.stderr)
-    print(bench.table(results))
-    if args.json:
-        report = {
-            "problem": problem.name,
-            "dtype": str(dtype),
-            "export_s": export_s,
-            "environment": environment,
-            "cases": [dataclasses.asdict(result) for result in results],
-        }
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if all(t.ok for r in results for t in r.timings if t.variant == "ours") else 1
+        timed: list[CaseTimings] = []
+        for index, case in enumerate(cases):
+            seed = args.seed + index
+            timed.append(bench.bench_case(problem, module, fns, case, calls=args.calls, seed=seed))
+            print(f"{timed[-1].name} done", file=sys.stderr)
+            if args.kernels and "ours" in fns:
+                inputs = problem.inputs(module, *case, seed)
+                found = bench_kernels.kernels(fns["ours"], inputs, torch.device(args.device))
+                print(f"{timed[-1].name}\n{bench_kernels.table(found)}", flush=True)
+    return Results(problem.name, str(dtype), export_s, environment, tuple(timed))
 
 
 if __name__ == "__main__":

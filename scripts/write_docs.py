@@ -2,7 +2,8 @@
 """Writes what is generated in docs/, or checks it.
 
 docs/saved-tensors.md comes from the reference problems' schemas; in docs/fusions.md, the column
-`speed against Inductor` comes from the measurements in fusedbwd/data/.
+`speed against Inductor` comes from the measurements in fusedbwd/data/; in docs/performance.md, the
+table after a comment `results: FILE` comes from that file in docs/results/.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 
 from fusedbwd import gate
+from fusedbwd.bench_results import by_case, load
 from fusedbwd.kernels._routes import measurements
 from fusedbwd.problems import PROBLEMS, Problem
 
@@ -85,12 +87,21 @@ def span(gains: list[float]) -> str:
     return f"{least}×" if least == most else f"{least} to {most}×"
 
 
+def performance(page: str) -> str:
+    """docs/performance.md with its tables of benchmark results as the files say."""
+
+    def current(match: re.Match) -> str:
+        results = load(DOCS / "results" / match[2])
+        return f"{match[1]}\n{by_case(results, 'github')}\n"
+
+    return re.sub(r"(<!-- results: (\S+) -->)\n(?:\|.*\n)*", current, page)
+
+
 def pages() -> dict[Path, str]:
     """What each file should hold."""
-    by_hand = DOCS / "fusions.md"
-    return {
-        DOCS / "saved-tensors.md": saved_tensors(),
-        by_hand: fusions(by_hand.read_text()),
+    by_hand = {"fusions.md": fusions, "performance.md": performance}
+    return {DOCS / "saved-tensors.md": saved_tensors()} | {
+        DOCS / name: update((DOCS / name).read_text()) for name, update in by_hand.items()
     }
 
 

@@ -27,6 +27,7 @@ def test_a_stale_file_is_noticed(tmp_path, capsys):
     main.__globals__["DOCS"] = tmp_path
     fusions = (ROOT / "docs" / "fusions.md").read_text()
     (tmp_path / "fusions.md").write_text(fusions)
+    (tmp_path / "performance.md").write_text("no tables\n")
     assert main(["--check"]) == 1
     assert main([]) == 0
     assert main(["--check"]) == 0
@@ -53,6 +54,20 @@ def test_the_measured_column(monkeypatch):
         "| [`swiglu_backward`](#swiglu_backward) | bf16 | 1.10 to 1.50× in bfloat16 (2 widths); "
         "0.50× in float32 (1 width); does not fire at 33 in float32 |",
         "| [`gelu_backward`](#gelu_backward) | all | not measured |",
+    ]
+
+
+def test_the_table_of_results(tmp_path):
+    script = runpy.run_path(str(ROOT / "scripts" / "write_docs.py"))
+    mark = "<!-- results: bench-decoder-h200.json -->"
+    page = f"before\n\n{mark}\n| old |\n| 1 |\n\nafter\n"
+    lines = script["performance"](page).splitlines()
+    assert lines[:3] == ["before", "", mark] and lines[-2:] == ["", "after"]
+    assert [c.strip() for c in lines[5].strip("|").split("|")] == [
+        *("1×128", "0.244", "1.059", "0.592", "1.79", "41 %", "0.73"),
+    ]
+    assert [c.strip() for c in lines[-3].strip("|").split("|")] == [
+        *("mean of 16", "2.504", "5.011", "3.915", "1.28", "64 %", "0.80"),
     ]
 
 
