@@ -7,7 +7,7 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: no more threads than that
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
-import torch  # noqa: E402
+import torch
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
