@@ -18,6 +18,7 @@ import torch
 from tabulate import tabulate
 from torch import fx, nn
 from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx_inner
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
@@ -175,34 +176,28 @@ def inspect_module(
     Raises:
         UnsupportedError: no result of the forward requires grad.
     """
-    training.compile(module, config=config)
-    backend = training._backends[module]
     backwards: list[Backward] = []
-    inner_compile = backend.inner_compile
 
-    @functools.wraps(inner_compile)
+    @functools.wraps(compile_fx_inner)
     def recording(gm: fx.GraphModule, example_inputs, **kwargs):
         launched = fused_launches(gm.graph)
-        compiled = inner_compile(gm, example_inputs, **kwargs)
+        compiled: Any = compile_fx_inner(gm, example_inputs, **kwargs)
         if kwargs.get("is_backward"):
             name = f"backward_{len(backwards)}"
             backwards.append(Backward(name, compiled.source_code, launched))
         return compiled
 
-    backend.inner_compile = recording
-    try:
-        with inductor_config.patch(cpp_wrapper=False):
-            leaves = pytree.tree_leaves(module(*example_args))
-            outputs = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
-            if not outputs:
-                raise UnsupportedError(
-                    f"{type(module).__name__}: expected a result that requires grad, got none"
-                )
-            torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-    finally:
-        backend.inner_compile = inner_compile
+    training.compile_with(module, config or Config(), recording)
+    with inductor_config.patch(cpp_wrapper=False):
+        leaves = pytree.tree_leaves(module(*example_args))
+        outputs = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+        if not outputs:
+            raise UnsupportedError(
+                f"{type(module).__name__}: expected a result that requires grad, got none"
+            )
+        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
     title = f"{type(module).__name__}, compiled for training on {outputs[0].device}"
-    return Inspection(title, training.report(module), backwards)
+    return Inspection(title, training.report(module), list(backwards))
 
 
 def fused_launches(graph: fx.Graph) -> list[tuple[str, Launch]]:

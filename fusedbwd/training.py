@@ -10,13 +10,17 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo import trace_rules
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as functorch_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch.nn.parallel import DistributedDataParallel
 
 from fusedbwd import compat, passes
 from fusedbwd.config import Config
@@ -26,8 +30,14 @@ from fusedbwd.graph import gradient_nodes
 from fusedbwd.precision import in_force
 from fusedbwd.report import Report
 
-_backends: weakref.WeakKeyDictionary[nn.Module, Backend] = weakref.WeakKeyDictionary()
-"""The backend of each compiled module, for :func:`report`."""
+Log = dict[int, Report]
+"""The reports of the graphs that have run in a module, by identity, in the order of first runs."""
+
+_logs: weakref.WeakKeyDictionary[nn.Module, Log] = weakref.WeakKeyDictionary()
+"""The log of each compiled module, for :func:`report`."""
+
+_log: ContextVar[Log | None] = ContextVar("fusedbwd_log", default=None)
+"""The log of the compiled module whose forward is running."""
 
 
 def compile(
@@ -40,7 +50,9 @@ def compile(
     """Compiles ``module`` in place, with a fused backward, and returns it.
 
     The module keeps its class, parameters and ``state_dict`` keys. Copies and unpickled
-    modules are not compiled; compile them in turn.
+    modules are not compiled; compile them in turn. Modules of one class and configuration,
+    such as the layers of a model, share what is compiled, as under ``nn.Module.compile``. Of a
+    ``DistributedDataParallel``, the module that it wraps is compiled.
 
     Args:
         module: any module that torch.compile takes.
@@ -53,81 +65,111 @@ def compile(
     """
     if not isinstance(module, nn.Module):
         raise UnsupportedError(f"fusedbwd.compile takes an nn.Module, got {type(module).__name__}")
-    backend = Backend(config or Config())
-    compiled = torch.compile(
-        _framed(module._call_impl), backend=backend, dynamic=dynamic, fullgraph=fullgraph
-    )
-    module._compiled_call_impl = _raising_ours(compiled)
-    _backends[module] = backend
+    inner = module
+    while isinstance(inner, DistributedDataParallel):  # whose own forward never is in a graph
+        inner = inner.module
+    compile_with(inner, config or Config(), dynamic=dynamic, fullgraph=fullgraph)
     return module
 
 
-def _framed(call: Callable) -> Callable:
-    """``call`` behind a frame of our own: Dynamo does not look into frames of torch.nn, where
-    modules such as nn.TransformerEncoderLayer begin. The frame also reads the precision of
-    float32 matmuls, so that Dynamo compiles anew where it changes; its own guard, on whether
-    TF32 is allowed, takes "high" and "medium" for the same."""
+def compile_with(
+    module: nn.Module, config: Config, inner_compile: Callable | None = None, **options: Any
+) -> None:
+    """Compiles ``module`` in place through :class:`Backend`; ``options`` are torch.compile's."""
+    call = _compilable(module)
+
+    @functools.cache
+    def compiled(precision: str) -> Callable:
+        return torch.compile(call, backend=Backend(config, precision, inner_compile), **options)
+
+    log = _logs[module] = {}
 
     @functools.wraps(call)
-    def inner(precision: str, *args, **kwargs):
-        assert precision is not None  # only what is read is guarded on
-        return call(*args, **kwargs)
-
-    return inner
-
-
-def _raising_ours(call: Callable) -> Callable:
-    """``call``, from :func:`_framed`, with the precision in force as its first argument, and with
-    our own exceptions freed from Dynamo's wrapper around a backend's errors."""
-
-    @functools.wraps(call)
-    def wrapped(*args, **kwargs):
+    def logged(*args, **kwargs):
+        if torch.compiler.is_dynamo_compiling():  # inside of another module, and of its graph
+            return call(*args, **kwargs)
+        token = _log.set(log)
         try:
-            return call(in_force(), *args, **kwargs)
-        except BackendCompilerFailed as error:
+            return compiled(in_force())(*args, **kwargs)
+        except BackendCompilerFailed as error:  # Dynamo's wrapper
             if isinstance(error.inner_exception, FusedBwdError):
                 raise error.inner_exception from None
             raise
+        finally:
+            _log.reset(token)
 
-    return wrapped
+    module._compiled_call_impl = logged
+
+
+def _compilable(module: nn.Module) -> Callable:
+    """The call of ``module`` as Dynamo is to see it.
+
+    Dynamo passes over ``nn.Module``'s own frame, so that hooks (FSDP's, say) run outside any
+    graph, and begins at the forward. It does not begin at a forward defined in torch.nn, that of
+    nn.TransformerEncoderLayer for one: such a call gets a frame of ours.
+    """
+    call = module._call_impl
+    if not trace_rules.check(module.forward):
+        return call
+
+    def framed(*args, **kwargs):
+        return call(*args, **kwargs)
+
+    # Dynamo counts recompilations by code object; modules that have nothing else in common
+    # would share this one.
+    framed.__code__ = framed.__code__.replace()
+    return framed
 
 
 def report(module: nn.Module) -> Report:
     """What has been fused so far in ``module`` and its compiled submodules, and what not.
 
-    Complete after the first backward; graphs compiled later, for other shapes, are added.
+    Complete after the first backward; graphs compiled later, for other shapes, are added. A
+    graph that several submodules share counts for each.
 
     Raises:
         UnsupportedError: neither the module nor a submodule was compiled by fusedbwd.
     """
-    backends = [_backends[m] for m in module.modules() if m in _backends]
-    if not backends:
+    logs = [_logs[m] for m in module.modules() if m in _logs]
+    if not logs:
         raise UnsupportedError(
             f"{type(module).__name__} was not compiled: call fusedbwd.compile(module) first"
         )
     merged = Report()
-    for backend in backends:
-        for one in backend.reports:
+    for log in logs:
+        for one in log.values():
             merged = merged.merged(one)
     return merged
 
 
+@dataclass(frozen=True)
 class Backend:
     """A torch.compile backend: Inductor, with the fusions in its joint-graph pass.
 
+    Dynamo reuses code that an equal backend has compiled, and compiles anew for another.
+
     Attributes:
         config: what to fuse.
-        reports: one report per joint graph, in the order of compilation.
-        inner_compile: what compiles the partitioned graphs; inspection puts itself before it.
+        precision: of float32 matmuls, in force while it compiles. Dynamo's own guard, on
+            whether TF32 is allowed, takes "high" and "medium" for the same.
+        inner_compile: compiles the partitioned graphs, instead of Inductor's compile_fx_inner.
     """
 
-    def __init__(self, config: Config):
-        self.config = config
-        self.reports: list[Report] = []
-        self.inner_compile: Callable = compile_fx_inner
+    config: Config
+    precision: str
+    inner_compile: Callable | None = None
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list) -> Callable:
-        fusing = passes.Pass("fuse", self._fuse, self.config.key())
+        reports: Log = {}
+
+        def fuse_pass(graph: fx.Graph) -> None:
+            if gradient_nodes(graph):
+                found = fuse(graph, self.config)
+                reports[id(found)] = found
+            else:  # no backward is wanted of this graph
+                expand_pass(graph)
+
+        fusing = passes.Pass("fuse", fuse_pass, self.config.key())
         settings = {
             "joint_custom_pre_pass": passes.after_users("joint_custom_pre_pass", fusing),
             **passes.launching(self.config),
@@ -138,14 +180,15 @@ class Backend:
             compiled: Any = compile_fx(
                 gm,
                 example_inputs,
-                inner_compile=self.inner_compile,
+                inner_compile=self.inner_compile or compile_fx_inner,
                 config_patches=settings,
                 decompositions=compat.decompositions(),
             )
-        return compiled
 
-    def _fuse(self, graph: fx.Graph) -> None:
-        if gradient_nodes(graph):
-            self.reports.append(fuse(graph, self.config))
-        else:  # no backward is wanted of this graph
-            expand_pass(graph)
+        @functools.wraps(compiled)
+        def logged(*args):
+            if (log := _log.get()) is not None:
+                log.update(reports)
+            return compiled(*args)
+
+        return logged
