@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from fusedbwd.config import Config
 from fusedbwd.errors import FusedBwdError, UnsupportedError
 from fusedbwd.fuse import expand_pass, fuse
 from fusedbwd.graph import gradient_nodes
+from fusedbwd.limits import Limits, hooks_guarded, unbatched, warn_if_untested
 from fusedbwd.precision import in_force
 from fusedbwd.report import Report
 
@@ -53,11 +54,12 @@ def compile(
     """
     if not isinstance(module, nn.Module):
         raise UnsupportedError(f"fusedbwd.compile takes an nn.Module, got {type(module).__name__}")
-    backend = Backend(config or Config())
+    warn_if_untested()
+    backend = Backend(config or Config(), type(module).__name__)
     compiled = torch.compile(
         _framed(module._call_impl), backend=backend, dynamic=dynamic, fullgraph=fullgraph
     )
-    module._compiled_call_impl = _raising_ours(compiled)
+    module._compiled_call_impl = _watched(compiled, backend.limits, module._call_impl)
     _backends[module] = backend
     return module
 
@@ -68,28 +70,34 @@ def _framed(call: Callable) -> Callable:
     float32 matmuls, so that Dynamo compiles anew where it changes; its own guard, on whether
     TF32 is allowed, takes "high" and "medium" for the same."""
 
-    @functools.wraps(call)
     def inner(precision: str, *args, **kwargs):
         assert precision is not None  # only what is read is guarded on
         return call(*args, **kwargs)
 
-    return inner
+    # Dynamo limits compilations per code object: of one that all modules shared, the layers of a
+    # deep model, compiled one by one, would use up the limit.
+    inner.__code__ = inner.__code__.replace()
+    return functools.update_wrapper(inner, call)
 
 
-def _raising_ours(call: Callable) -> Callable:
-    """``call``, from :func:`_framed`, with the precision in force as its first argument, and with
-    our own exceptions freed from Dynamo's wrapper around a backend's errors."""
+def _watched(compiled: Callable, limits: Limits, call: Callable) -> Callable:
+    """``compiled``, from :func:`_framed`, with the precision in force as its first argument, with
+    what Dynamo gives up on noted, and with our own exceptions freed from Dynamo's wrapper around
+    a backend's errors. Within another compilation it is ``call``, a part of what that compiles."""
 
     @functools.wraps(call)
-    def wrapped(*args, **kwargs):
+    def watched(*args, **kwargs):
+        if torch.compiler.is_dynamo_compiling():
+            return call(*args, **kwargs)
         try:
-            return call(in_force(), *args, **kwargs)
+            with hooks_guarded, limits.watching():
+                return compiled(in_force(), *args, **kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, FusedBwdError):
                 raise error.inner_exception from None
             raise
 
-    return wrapped
+    return watched
 
 
 def report(module: nn.Module) -> Report:
@@ -105,11 +113,20 @@ def report(module: nn.Module) -> Report:
         raise UnsupportedError(
             f"{type(module).__name__} was not compiled: call fusedbwd.compile(module) first"
         )
-    merged = Report()
+    merged = Report(notes=[_graphs(sum(backend.graphs for backend in backends))])
     for backend in backends:
-        for one in backend.reports:
+        for one in (*backend.reports, Report(notes=backend.limits.notes)):
             merged = merged.merged(one)
     return merged
+
+
+def _graphs(count: int) -> str:
+    if not count:
+        return (
+            "nothing is compiled: there was no call, or only one as a part of another compiled "
+            "module, or torch.compile is switched off"
+        )
+    return f"{count} graph{'s' * (count != 1)} compiled"
 
 
 class Backend:
@@ -118,15 +135,21 @@ class Backend:
     Attributes:
         config: what to fuse.
         reports: one report per joint graph, in the order of compilation.
+        graphs: how many graphs Dynamo has had compiled: one for each piece between graph breaks,
+            and for each set of sizes, modes and settings that was called for.
+        limits: what Dynamo gave up on.
         inner_compile: what compiles the partitioned graphs; inspection puts itself before it.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, module: str = ""):
         self.config = config
         self.reports: list[Report] = []
+        self.graphs = 0
+        self.limits = Limits(module)
         self.inner_compile: Callable = compile_fx_inner
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list) -> Callable:
+        self.graphs += 1
         fusing = passes.Pass("fuse", self._fuse, self.config.key())
         settings = {
             "joint_custom_pre_pass": passes.after_users("joint_custom_pre_pass", fusing),
@@ -138,11 +161,15 @@ class Backend:
             compiled: Any = compile_fx(
                 gm,
                 example_inputs,
-                inner_compile=self.inner_compile,
+                inner_compile=self._compile_inner,
                 config_patches=settings,
                 decompositions=compat.decompositions(),
             )
         return compiled
+
+    def _compile_inner(self, gm: fx.GraphModule, example_inputs: Sequence, **options) -> Any:
+        compiled = self.inner_compile(gm, example_inputs, **options)
+        return unbatched(compiled, gm) if options.get("is_backward") else compiled
 
     def _fuse(self, graph: fx.Graph) -> None:
         if gradient_nodes(graph):
