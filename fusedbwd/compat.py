@@ -60,11 +60,9 @@ def under_function_transform() -> bool:
 
 
 def is_batched(argument: object) -> bool:
-    """Whether ``argument`` is a tensor that ``vmap``, the present or the legacy one, runs over."""
-    functorch = torch._C._functorch
-    return isinstance(argument, torch.Tensor) and (
-        functorch.is_batchedtensor(argument) or functorch.is_legacy_batchedtensor(argument)
-    )
+    """Whether ``argument`` is a tensor that autograd's own vmap runs over."""
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
+    return isinstance(argument, torch.Tensor) and is_batched(argument)
 
 
 class _Decompositions(dict):

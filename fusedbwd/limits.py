@@ -112,11 +112,11 @@ def warn_if_untested() -> None:
 
 
 def unbatched(run: Callable, gm: fx.GraphModule) -> Callable:
-    """``run``, the compiled backward ``gm``, that refuses vmap instead of failing inside a kernel.
+    """``run``, the compiled backward ``gm``, which refuses to run over many gradients at once
+    instead of failing inside generated code. (Torch itself refuses ``torch.func.vmap``.)
 
     Raises:
-        UnsupportedError: an incoming gradient is a batch under ``torch.func.vmap`` or
-            ``is_grads_batched=True``.
+        UnsupportedError: an incoming gradient is a batch, under ``is_grads_batched=True``.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     tangents = [i for i, n in enumerate(placeholders) if "tangents" in str(n.target)]
@@ -124,9 +124,9 @@ def unbatched(run: Callable, gm: fx.GraphModule) -> Callable:
     def backward(args: list):
         if any(compat.is_batched(args[i]) for i in tangents):
             raise UnsupportedError(
-                "vmap over a compiled backward is not supported (torch.func.vmap, or "
-                "is_grads_batched=True as in torch.autograd.functional.jacobian): compute one "
-                "gradient at a time, or use a copy.deepcopy of the module, which is not compiled"
+                "is_grads_batched=True (vmap over the backward, as in a vectorized "
+                "torch.autograd.functional.jacobian) is not supported: compute one gradient at a "
+                "time, or use a copy.deepcopy of the module, which is not compiled"
             )
         return run(args)
 

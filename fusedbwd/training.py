@@ -149,7 +149,6 @@ class Backend:
         self.inner_compile: Callable = compile_fx_inner
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list) -> Callable:
-        self.graphs += 1
         fusing = passes.Pass("fuse", self._fuse, self.config.key())
         settings = {
             "joint_custom_pre_pass": passes.after_users("joint_custom_pre_pass", fusing),
@@ -165,6 +164,7 @@ class Backend:
                 config_patches=settings,
                 decompositions=compat.decompositions(),
             )
+        self.graphs += 1  # only now: Dynamo may have broken off, to start once more
         return compiled
 
     def _compile_inner(self, gm: fx.GraphModule, example_inputs: Sequence, **options) -> Any:

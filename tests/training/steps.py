@@ -11,7 +11,7 @@ from fusedbwd.numerics import budget, relative_l2, within
 def loss_of(out, seed):
     """A loss whose gradient is random, and the same in each arm."""
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed))
-    return (out * weights.to(out.dtype)).sum()
+    return (out * weights.to(out)).sum()
 
 
 def gradients_of(module, x, seed):
@@ -22,7 +22,9 @@ def gradients_of(module, x, seed):
     return {"x": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
 
 
-def assert_same_steps(step, compiled, eager, exact=None, *, rounds=4, shape=(2, 17), inputs=None):
+def assert_same_steps(
+    step, compiled, eager, exact=None, *, rounds=4, inputs=None, compute_dtype=None
+):
     """What ``step(module, *inputs, seed)`` returns, by name, is as right as in eager: over several
     rounds together, because small gradients are matters of luck. ``exact``: the float64 arm."""
     exact = exact or copy.deepcopy(eager).double()
@@ -30,7 +32,7 @@ def assert_same_steps(step, compiled, eager, exact=None, *, rounds=4, shape=(2, 
     torch.manual_seed(11)
     found = {}
     for seed in range(rounds):
-        given = inputs(seed) if inputs else (torch.randn(*shape, HIDDEN),)
+        given = inputs(seed) if inputs else (torch.randn(2, 17, HIDDEN),)
         for arm, module in enumerate(modules):
             of_arm = [_like(t, module) for t in given]
             for name, result in step(module, *of_arm, seed).items():
@@ -43,7 +45,10 @@ def assert_same_steps(step, compiled, eager, exact=None, *, rounds=4, shape=(2, 
         assert ours[0].dtype == theirs[0].dtype, name
         dtype = ours[0].dtype
         ours, theirs, right = (torch.stack(arm) for arm in (ours, theirs, right))
-        error, allowed = relative_l2(ours, right), budget(relative_l2(theirs, right), dtype)
+        error, allowed = (
+            relative_l2(ours, right),
+            budget(relative_l2(theirs, right), dtype, compute_dtype),
+        )
         assert within(error, allowed), f"{name}: {error:.2e}, allowed {allowed:.2e}"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from steps import assert_same_steps, gradients_of
 from torch import nn
-from trained import HIDDEN, TINY_COUNTS, LlamaLayer, TinyBlock, arguments, assert_as_eager, make
+from trained import HIDDEN, TINY_COUNTS, LlamaLayer, TinyBlock, assert_as_eager, make
 
 import fusedbwd
 from fusedbwd import Config
