@@ -34,6 +34,11 @@ FUNCTION_TRANSFORM = (
     "nothing: such calls run as eager PyTorch. Call the module outside, with backward()."
 )
 
+TRACED_BY_OTHERS = (
+    "traced into a torch.compile without fusedbwd around it, where nothing is fused. Give that "
+    "module to fusedbwd.compile instead."
+)
+
 
 class Limits:
     """What limited the compilation of one module so far.
@@ -63,6 +68,11 @@ class Limits:
                 self._note("break", f"{said}. With fullgraph=True a break is an error.", places)
             if compat.recompile_limits_hit() > limits:
                 self._note("recompile", RECOMPILE_LIMIT, [RECOMPILE_LIMIT])
+
+    def traced(self) -> None:
+        """Notes that Dynamo traces the module as a part of another, unless that is one of ours."""
+        if not hooks_guarded.inside:
+            self._note("traced", TRACED_BY_OTHERS, [TRACED_BY_OTHERS])
 
     def _note(self, kind: str, warning: str, notes: list[str]) -> None:
         self.notes += [note for note in notes if note not in self.notes]
@@ -143,19 +153,19 @@ class _HooksGuarded(contextlib.ContextDecorator):
     """
 
     def __init__(self) -> None:
-        self._lock, self._inside, self._before = threading.Lock(), 0, True
+        self._lock, self.inside, self._before = threading.Lock(), 0, True
 
     def __enter__(self) -> None:
         with self._lock:
-            if self._inside == 0:
+            if self.inside == 0:
                 self._before = dynamo_config.skip_nnmodule_hook_guards
                 dynamo_config.skip_nnmodule_hook_guards = False
-            self._inside += 1
+            self.inside += 1
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
+            self.inside -= 1
+            if self.inside == 0:
                 dynamo_config.skip_nnmodule_hook_guards = self._before
 
 

@@ -41,7 +41,8 @@ def compile(
     """Compiles ``module`` in place, with a fused backward, and returns it.
 
     The module keeps its class, parameters and ``state_dict`` keys. Copies and unpickled
-    modules are not compiled; compile them in turn.
+    modules are not compiled; compile them in turn. Where part of it runs as eager PyTorch, or
+    torch is untested, a :class:`FusedBwdWarning` says so once (:mod:`fusedbwd.limits`).
 
     Args:
         module: any module that torch.compile takes.
@@ -85,9 +86,14 @@ def _watched(compiled: Callable, limits: Limits, call: Callable) -> Callable:
     what Dynamo gives up on noted, and with our own exceptions freed from Dynamo's wrapper around
     a backend's errors. Within another compilation it is ``call``, a part of what that compiles."""
 
+    @torch.compiler.assume_constant_result  # so that it is run, not traced
+    def note_traced() -> None:
+        limits.traced()
+
     @functools.wraps(call)
     def watched(*args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
+            note_traced()
             return call(*args, **kwargs)
         try:
             with hooks_guarded, limits.watching():

@@ -10,7 +10,7 @@ from torch import nn
 from trained import HIDDEN, TINY_COUNTS, TinyBlock, assert_as_eager, compiled_tiny
 
 import fusedbwd
-from fusedbwd import FusedBwdWarning, compat, limits
+from fusedbwd import FusedBwdWarning, SchemaError, compat, limits
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +184,21 @@ def test_a_compiled_part_of_a_compiled_module(tiny):
     assert fusedbwd.report(whole).counts() == {name: 2 for name in TINY_COUNTS}
 
 
+def test_a_compiled_part_of_a_plain_torch_compile(tiny):
+    """Its fusions are lost, and that is said, once."""
+    part = compiled_tiny(tiny)
+    whole = nn.Sequential(part, copy.deepcopy(tiny))
+    whole.compile(backend="aot_eager", fullgraph=True)
+    (message,) = call(whole)
+    assert message == f"TinyBlock: {limits.TRACED_BY_OTHERS}"
+    assert call(whole) == call(whole, 2, 6, HIDDEN) == []
+    assert notes(part)[1:] == [limits.TRACED_BY_OTHERS]
+    assert_as_eager(whole, nn.Sequential(copy.deepcopy(tiny), copy.deepcopy(tiny)), 2, 5)
+    # On its own it goes on being fused.
+    assert call(part) == []
+    assert fusedbwd.report(part).counts() == TINY_COUNTS
+
+
 # --- versions
 
 
@@ -206,6 +221,15 @@ def test_an_untested_torch(version, tiny, untested):
     ours = [w for w in caught if w.category is FusedBwdWarning]
     assert len(ours) == 1 and f"torch {untested}" in str(ours[0].message)
     assert ours[0].filename.endswith("trained.py")  # where compile was called
+
+
+def test_an_export_with_an_untested_torch(version):
+    version("2.15.0")
+    with (
+        pytest.warns(FusedBwdWarning, match=r"torch 2\.15\.0 is untested"),
+        pytest.raises(SchemaError),
+    ):
+        fusedbwd.export_backward(nn.Linear(2, 2))  # for want of a schema
 
 
 @pytest.mark.parametrize("tested", ["2.11.0+cu130", "2.12.1", "2.14.1"])
