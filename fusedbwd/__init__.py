@@ -7,6 +7,7 @@ documented saved tensors; ``report`` says what was fused and why the rest was no
 from fusedbwd.config import Config
 from fusedbwd.errors import (
     FusedBwdError,
+    FusedBwdWarning,
     FusionError,
     InputError,
     SchemaError,
@@ -26,6 +27,7 @@ __all__ = [
     "Config",
     "ExportedBackward",
     "FusedBwdError",
+    "FusedBwdWarning",
     "FusionError",
     "Gradient",
     "Input",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
+from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.source import ConstantSource
+from torch._dynamo.utils import counters, graph_break_reasons
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import FxGraphCache
 from torch._inductor.codegen.common import TritonScratchWorkspace
@@ -30,6 +33,46 @@ KEPT_WHOLE = (
     aten._fused_rms_norm_backward.default,
 )
 """Composite ops that tracing keeps as single nodes, forward beside backward."""
+
+TESTED = (2, 11), (2, 14)
+"""The oldest and the newest release of torch that the tests are run with."""
+
+
+def tested() -> bool:
+    """Whether this torch is between those, development versions of them included."""
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return TESTED[0] <= release <= TESTED[1]
+
+
+def graph_breaks() -> list[GraphCompileReason]:
+    """Why Dynamo has broken graphs, since it was last reset: reasons with the user's stack."""
+    return graph_break_reasons
+
+
+def recompile_limits_hit() -> int:
+    """How often Dynamo has given up on a frame because it was compiled too often."""
+    return sum(n for why, n in counters["unimplemented"].items() if why.startswith(_LIMIT))
+
+
+def given_up() -> Counter[str]:
+    """How often Dynamo has met what it cannot trace, by reason. Where that is in a loop it leaves
+    the whole frame to eager PyTorch, and :func:`graph_breaks` has no entry."""
+    found = counters["unimplemented"].items()
+    return Counter({why: n for why, n in found if not why.startswith(_LIMIT)})
+
+
+_LIMIT = "Dynamo recompile limit exceeded"
+
+
+def under_function_transform() -> bool:
+    """Whether a transform of ``torch.func`` is active, under which Dynamo compiles nothing."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_batched(argument: object) -> bool:
+    """Whether ``argument`` is a tensor that autograd's own vmap runs over."""
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
+    return isinstance(argument, torch.Tensor) and is_batched(argument)
 
 
 class _Decompositions(dict):

@@ -1,4 +1,4 @@
-"""Exceptions: one base class, one subclass per kind of cause."""
+"""Exceptions: one base class, one subclass per kind of cause. And the one category of warnings."""
 
 
 class FusedBwdError(Exception):
@@ -23,3 +23,7 @@ class FusionError(FusedBwdError):
 
 class VerificationError(FusedBwdError):
     """``verify=True`` and a fused rewrite disagreed with the subgraph that it replaced."""
+
+
+class FusedBwdWarning(UserWarning):
+    """What was asked for runs, and right, but less of it is fused than could be, or untested."""

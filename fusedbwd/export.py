@@ -19,6 +19,7 @@ from fusedbwd.config import Config
 from fusedbwd.errors import InputError, SchemaError, UnsupportedError
 from fusedbwd.fuse import fuse
 from fusedbwd.kernels._routes import EDGES
+from fusedbwd.limits import warn_if_untested
 from fusedbwd.partition import backward_graph, unread
 from fusedbwd.precision import HIGHEST, in_force
 from fusedbwd.problems import get_problem
@@ -66,6 +67,7 @@ def export_backward(
         UnsupportedError: a module or device that cannot be exported.
         FusionError: ``config.strict`` and nothing was fused.
     """
+    warn_if_untested()
     if isinstance(module, str):
         problem = get_problem(module)
         module = problem.build(device=device)

@@ -25,11 +25,13 @@ from fusedbwd.errors import FusionError
 from fusedbwd.graph import (
     SAVED_KEY,
     depends_on,
+    gradient_nodes,
     inline,
     same_size,
     stable_topological_sort,
     value,
 )
+from fusedbwd.limits import dtype_notes
 from fusedbwd.patterns import PATTERNS, Miss, Pattern, Rewrite
 from fusedbwd.patterns.algebra import strip
 from fusedbwd.precision import concerns, in_force
@@ -49,7 +51,10 @@ def fuse(graph: fx.Graph, config: Config) -> Report:
         FusionError: ``config.strict`` and nothing was fused.
         VerificationError: ``config.verify`` and a rewrite disagreed with what it replaced.
     """
-    report = Report(precisions=[in_force()] if concerns(graph) else [])
+    report = Report(
+        precisions=[in_force()] if concerns(graph) else [],
+        notes=dtype_notes(gradient_nodes(graph)),
+    )
     compat.remove_noop_ops(graph)
     for pattern in PATTERNS:
         if config.enabled(pattern.name):

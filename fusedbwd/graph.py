@@ -16,6 +16,10 @@ SAVED_KEY = "fusedbwd_saved"
 """Key in a node's metadata: the schema saves this node for the backward to read, under the
 name that is its value."""
 
+INHERITED = ("partitioner_tag", "stack_trace", "seq_nr", "recompute", "ac_graph_id", "custom")
+"""Keys that the partitioner, activation checkpointing and debuggers read, which nodes put in
+another's place take over from it."""
+
 
 class Leak(Exception):
     """An extracted subgraph needs a placeholder that is not among its inputs."""
@@ -78,9 +82,7 @@ def inline(
     placed: dict[fx.Node, fx.Node] = dict(
         zip(traced.graph.find_nodes(op="placeholder"), (flat[i] for i in holes), strict=True)
     )
-    inherited = {
-        k: before.meta[k] for k in ("partitioner_tag", "stack_trace", "seq_nr") if k in before.meta
-    }
+    inherited = {key: before.meta[key] for key in INHERITED if key in before.meta}
     with graph.inserting_before(before):
         for node in traced.graph.nodes:
             if node.op in ("placeholder", "output"):

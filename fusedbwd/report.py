@@ -31,13 +31,16 @@ class Report:
     """Fusions applied and missed in one compiled graph (or several, when merged).
 
     ``precisions``: of float32 matmuls, in force when the graph was compiled ("highest", "high" or
-    "medium"); empty if it has none.
+    "medium"); empty if it has none. ``notes``: what else there is to know, a line each: dtypes that
+    no kernel takes and, of a compiled module, how many graphs it has, graph breaks and the
+    recompile limit.
     """
 
     fired: list[Fired] = field(default_factory=list)
     missed: list[Missed] = field(default_factory=list)
     switched_off: list[str] = field(default_factory=list)
     precisions: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def counts(self) -> dict[str, int]:
         """How often each fusion was applied; only those that were."""
@@ -57,6 +60,7 @@ class Report:
             self.missed + other.missed,
             sorted({*self.switched_off, *other.switched_off}),
             sorted({*self.precisions, *other.precisions}),
+            list(dict.fromkeys([*self.notes, *other.notes])),
         )
 
     def summary(self) -> str:
@@ -73,7 +77,7 @@ class Report:
         return f"; float32 matmuls at {at!r}, {self.counts().get('bf16_matmuls', 0)} in bfloat16"
 
     def __str__(self) -> str:
-        lines = [self.summary()]
+        lines = ["\n".join([self.summary(), *(f"note: {note}" for note in self.notes)])]
         if self.fired:
             rows = [(f.fusion, f.anchor, ", ".join(f.replaced)) for f in self.fired]
             lines.append(tabulate(rows, headers=["fused", "anchor", "replaced"]))

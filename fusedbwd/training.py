@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,17 +27,29 @@ from fusedbwd.config import Config
 from fusedbwd.errors import FusedBwdError, UnsupportedError
 from fusedbwd.fuse import expand_pass, fuse
 from fusedbwd.graph import gradient_nodes
+from fusedbwd.limits import Limits, hooks_guarded, unbatched, warn_if_untested
 from fusedbwd.precision import in_force
 from fusedbwd.report import Report
 
-Log = dict[int, Report]
-"""The reports of the graphs that have run in a module, by identity, in the order of first runs."""
 
-_logs: weakref.WeakKeyDictionary[nn.Module, Log] = weakref.WeakKeyDictionary()
-"""The log of each compiled module, for :func:`report`."""
+@dataclass
+class Record:
+    """What is known of one compiled module, for :func:`report`.
 
-_log: ContextVar[Log | None] = ContextVar("fusedbwd_log", default=None)
-"""The log of the compiled module whose forward is running."""
+    Attributes:
+        limits: what Dynamo gave up on.
+        graphs: the reports of each graph that has run in the module, by the graph's identity, in
+            the order of first runs; none in that of a graph without a backward.
+    """
+
+    limits: Limits
+    graphs: dict[int, list[Report]] = field(default_factory=dict)
+
+
+_records: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
+
+_running: ContextVar[Record | None] = ContextVar("fusedbwd_running", default=None)
+"""The record of the compiled module whose forward is running."""
 
 
 def compile(
@@ -52,7 +64,9 @@ def compile(
     The module keeps its class, parameters and ``state_dict`` keys. Copies and unpickled
     modules are not compiled; compile them in turn. Modules of one class and configuration,
     such as the layers of a model, share what is compiled, as under ``nn.Module.compile``. Of a
-    ``DistributedDataParallel``, the module that it wraps is compiled.
+    ``DistributedDataParallel``, the module that it wraps is compiled. Where part of it runs as
+    eager PyTorch, or torch is untested, a :class:`FusedBwdWarning` says so once
+    (:mod:`fusedbwd.limits`).
 
     Args:
         module: any module that torch.compile takes.
@@ -65,6 +79,7 @@ def compile(
     """
     if not isinstance(module, nn.Module):
         raise UnsupportedError(f"fusedbwd.compile takes an nn.Module, got {type(module).__name__}")
+    warn_if_untested()
     inner = module
     while isinstance(inner, DistributedDataParallel):  # whose own forward never is in a graph
         inner = inner.module
@@ -82,23 +97,29 @@ def compile_with(
     def compiled(precision: str) -> Callable:
         return torch.compile(call, backend=Backend(config, precision, inner_compile), **options)
 
-    log = _logs[module] = {}
+    record = _records[module] = Record(Limits(type(module).__name__))
+
+    @torch.compiler.assume_constant_result  # so that it is run, not traced
+    def note_traced() -> None:
+        record.limits.traced()
 
     @functools.wraps(call)
-    def logged(*args, **kwargs):
-        if torch.compiler.is_dynamo_compiling():  # inside of another module, and of its graph
+    def recorded(*args, **kwargs):
+        if torch.compiler.is_dynamo_compiling():  # a part of another module's graph
+            note_traced()
             return call(*args, **kwargs)
-        token = _log.set(log)
+        token = _running.set(record)
         try:
-            return compiled(in_force())(*args, **kwargs)
+            with hooks_guarded, record.limits.watching():
+                return compiled(in_force())(*args, **kwargs)
         except BackendCompilerFailed as error:  # Dynamo's wrapper
             if isinstance(error.inner_exception, FusedBwdError):
                 raise error.inner_exception from None
             raise
         finally:
-            _log.reset(token)
+            _running.reset(token)
 
-    module._compiled_call_impl = logged
+    module._compiled_call_impl = recorded
 
 
 def _compilable(module: nn.Module) -> Callable:
@@ -130,16 +151,28 @@ def report(module: nn.Module) -> Report:
     Raises:
         UnsupportedError: neither the module nor a submodule was compiled by fusedbwd.
     """
-    logs = [_logs[m] for m in module.modules() if m in _logs]
-    if not logs:
+    records = [_records[m] for m in module.modules() if m in _records]
+    if not records:
         raise UnsupportedError(
             f"{type(module).__name__} was not compiled: call fusedbwd.compile(module) first"
         )
-    merged = Report()
-    for log in logs:
-        for one in log.values():
-            merged = merged.merged(one)
+    graphs = {graph for record in records for graph in record.graphs}
+    merged = Report(notes=[_compiled(len(graphs))])
+    for record in records:
+        for reports in record.graphs.values():
+            for one in reports:
+                merged = merged.merged(one)
+        merged = merged.merged(Report(notes=record.limits.notes))
     return merged
+
+
+def _compiled(graphs: int) -> str:
+    if not graphs:
+        return (
+            "nothing is compiled: there was no call, or only one as a part of another compiled "
+            "module, or torch.compile is switched off"
+        )
+    return f"{graphs} graph{'s' * (graphs != 1)} compiled"
 
 
 @dataclass(frozen=True)
@@ -160,12 +193,11 @@ class Backend:
     inner_compile: Callable | None = None
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list) -> Callable:
-        reports: Log = {}
+        reports: list[Report] = []
 
         def fuse_pass(graph: fx.Graph) -> None:
             if gradient_nodes(graph):
-                found = fuse(graph, self.config)
-                reports[id(found)] = found
+                reports.append(fuse(graph, self.config))
             else:  # no backward is wanted of this graph
                 expand_pass(graph)
 
@@ -180,15 +212,19 @@ class Backend:
             compiled: Any = compile_fx(
                 gm,
                 example_inputs,
-                inner_compile=self.inner_compile or compile_fx_inner,
+                inner_compile=self._compile_inner,
                 config_patches=settings,
                 decompositions=compat.decompositions(),
             )
 
         @functools.wraps(compiled)
-        def logged(*args):
-            if (log := _log.get()) is not None:
-                log.update(reports)
+        def recorded(*args):
+            if (record := _running.get()) is not None:
+                record.graphs[id(reports)] = reports
             return compiled(*args)
 
-        return logged
+        return recorded
+
+    def _compile_inner(self, gm: fx.GraphModule, example_inputs: Sequence, **options) -> Any:
+        compiled = (self.inner_compile or compile_fx_inner)(gm, example_inputs, **options)
+        return unbatched(compiled, gm) if options.get("is_backward") else compiled
