@@ -17,12 +17,12 @@ if not torch.cuda.is_available():
 # Of the whole module, since Hypothesis calls a test many times in one fixture's life.
 @pytest.fixture(autouse=True, scope="module")
 def few_programs():
-    """The interpreter runs programs one after another: three multiprocessors are enough."""
+    """The interpreter runs programs one after another: one multiprocessor's are enough."""
     from fusedbwd.kernels import _op
 
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
-            patch.setattr(_op, "_DEFAULT_SM_COUNT", 3)
+            patch.setattr(_op, "_DEFAULT_SM_COUNT", 1)
         yield
 
 

@@ -33,7 +33,7 @@ def tiles(draw, *, epilogue: bool):
                 depth=st.sampled_from([16, 32]),
                 stages=st.just(2),
                 warps=st.just(4),
-                programs_per_sm=st.sampled_from([1, 2]),
+                programs_per_sm=st.sampled_from([1, 3, 5]),
                 subtiles=st.sampled_from([1, 2, 4]),
                 group=st.sampled_from([1, 2, 8]),
                 split=st.just(False) if epilogue else st.booleans(),
