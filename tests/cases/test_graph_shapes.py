@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from decoder import Decoder, LoRA, RMSNorm
 from torch import nn
-from trained import HIDDEN, arguments, assert_as_eager, make
+from trained import HIDDEN, TINY_COUNTS, assert_as_eager, compiled_tiny, make
 
 import fusedbwd
 from fusedbwd import Config
@@ -23,40 +23,33 @@ def reports(compiled):
     return _backends[compiled].reports
 
 
-LENGTHS = {True: [(2, 17), (2, 33), (5, 64), (2, 1), (2, 129)], None: [(2, 17), (2, 33), (2, 129)]}
-
-
-@pytest.mark.parametrize("dynamic", LENGTHS, ids=["dynamic", "automatic"])
-def test_lengths(interpreted, dynamic):
+def test_lengths(interpreted):
     """Right at every length; and what fuses at one fuses at the others, or says why not."""
     eager = make(Decoder, BF16)
-    compiled = fusedbwd.compile(copy.deepcopy(eager), dynamic=dynamic, config=VERIFY)
-    for batch, seq in LENGTHS[dynamic]:
+    compiled = fusedbwd.compile(copy.deepcopy(eager), dynamic=True, config=VERIFY)
+    for batch, seq in [(2, 17), (2, 33), (5, 64), (2, 1), (2, 129)]:
         assert_as_eager(compiled, eager, batch, seq, BF16, rounds=8)
     first, *others = reports(compiled)
     assert first.counts()["attention_backward"] == 1
     assert first.counts()["rms_norm_backward"] == 2
     for report in others:
         assert set(first.counts()) - set(report.counts()) <= set(report.near_misses()), report
-    assert len(reports(compiled)) <= 2
+    assert len(others) <= 1  # for the length of 1
 
 
-def test_a_batch_that_is_marked_dynamic(interpreted):
-    eager = make(Decoder)
-    compiled = fusedbwd.compile(copy.deepcopy(eager), config=VERIFY)
+def test_a_batch_that_is_marked_dynamic(interpreted, tiny):
+    compiled = compiled_tiny(tiny, verify=True)
     for batch in (2, 5, 3):
-        found = []
-        for module in (compiled, eager):
-            torch.manual_seed(batch)
-            inputs = arguments(eager, batch, 17, torch.float32)
-            for t in inputs:
-                torch._dynamo.mark_dynamic(t, 0)
-            inputs[0].requires_grad_()
-            found.append(torch.autograd.grad(module(*inputs).square().sum(), module.parameters()))
-        for ours, theirs in zip(*found, strict=True):
-            assert relative_l2(ours, theirs) <= 1e-5
+        x = torch.randn(batch, 17, HIDDEN, requires_grad=True)
+        torch._dynamo.mark_dynamic(x, 0)
+        ours, theirs = (
+            torch.autograd.grad(module(x).square().sum(), [x, *module.parameters()])
+            for module in (compiled, tiny)
+        )
+        for a, b in zip(ours, theirs, strict=True):
+            assert relative_l2(a, b) <= 1e-5
     (report,) = reports(compiled)
-    assert report.counts() == {"rms_norm_backward": 2, "swiglu_backward": 1}
+    assert report.counts() == TINY_COUNTS
 
 
 def lora(decoder):
@@ -75,7 +68,7 @@ TRAINED = {"everything": lambda d: d, "down projection": only_down, "LoRA": lora
 
 @pytest.mark.parametrize(
     ("name", "with_input"),
-    [("everything", False), ("down projection", True), ("down projection", False), ("LoRA", True)],
+    [("everything", False), ("down projection", False), ("LoRA", True)],
 )
 def test_frozen_weights_have_no_gradient_and_no_matmul(interpreted, name, with_input):
     eager = make(lambda: TRAINED[name](Decoder()))
@@ -92,23 +85,9 @@ def test_frozen_weights_have_no_gradient_and_no_matmul(interpreted, name, with_i
     assert sum(2 * 17 not in shape for shape in products) == matrices
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch.compile itself does not notice")
-def test_a_norm_thawed_after_the_first_step(interpreted):
-    eager = make(lambda: only_down(Decoder()))
-    compiled = fusedbwd.compile(copy.deepcopy(eager), config=VERIFY)
-    for _ in range(2):
-        assert_as_eager(compiled, eager, 2, 17)
-        for module in (eager, compiled):
-            module.post_norm.weight.requires_grad_(True)
-    assert compiled.post_norm.weight.grad is not None
-    assert len(reports(compiled)) == 2
-
-
 ABSENT = {
-    "biases": {"bias": False},
-    "mask": {"masked": False},
-    "residual": {"residual": False},
-    "nothing": {"bias": True},
+    "biases and mask": {"bias": False, "masked": False},
+    "residual": {"bias": True, "residual": False},
 }
 
 
