@@ -6,7 +6,7 @@ export VENV PYTHON
 
 RUN := $(VENV)/bin/python
 
-.PHONY: help demo test lint format test-versions clean
+.PHONY: help demo test fuzz lint format test-versions clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,6 +16,9 @@ demo: $(VENV)/ready ## set up, then train, fuse, export and verify a small layer
 
 test: $(VENV)/ready-test ## set up, then run the tests (PYTEST_ARGS='-m gpu -x')
 	@$(RUN) -m pytest $(PYTEST_ARGS)
+
+fuzz: $(VENV)/ready-test ## run the fuzz tests on thousands of random programs, anew each time
+	@FUSEDBWD_FUZZ=long $(RUN) -m pytest tests/fuzz --hypothesis-show-statistics $(PYTEST_ARGS)
 
 lint: $(VENV)/ready-dev ## check formatting, lint and types
 	@$(RUN) -m ruff format --check

@@ -27,6 +27,7 @@ from fusedbwd.graph import (
     depends_on,
     gradient_nodes,
     inline,
+    relay,
     same_size,
     stable_topological_sort,
     value,
@@ -219,7 +220,10 @@ def _apply(graph: fx.Graph, rewrite: Rewrite, anchor: fx.Node) -> None:
                 f"the fused op gives {now.dtype} {list(now.shape)} for {old.name}, "
                 f"which is {was.dtype} {list(was.shape)}"
             )
-    for old, node in zip(rewrite.outputs, new, strict=True):
+    pairs = list(zip(rewrite.outputs, new, strict=True))
+    relaid = [n for old, n in pairs if not same_size(value(old).stride(), value(n).stride())]
+    for old, node in pairs:
         old.replace_all_uses_with(node)
     stable_topological_sort(graph)
     graph.eliminate_dead_code()
+    relay(graph, relaid)

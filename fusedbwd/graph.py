@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -91,6 +92,41 @@ def inline(
             copied.meta.update(inherited)
             placed[node] = copied
     return [placed[n] if isinstance(n, fx.Node) else n for n in traced.graph.output_node().args[0]]
+
+
+def relay(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Brings what follows ``nodes`` up to date, which lie otherwise than what they replaced.
+
+    Metadata has the new strides, and a view that they rule out becomes a reshape, which copies.
+    """
+    relaid = set(nodes)
+    with fake_mode_of(graph), enable_python_dispatcher():
+        for node in graph.nodes:
+            if relaid.isdisjoint(node.all_input_nodes) or not _lies_by_inputs(node):
+                continue
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+            try:
+                now = node.target(*args, **kwargs)
+            except (RuntimeError, ValueError):
+                if node.target is not torch.ops.aten.view.default:
+                    raise
+                node.target = torch.ops.aten.reshape.default
+                now = node.target(*args, **kwargs)
+            if not _same_strides(value(node), now):
+                node.meta["val"] = now
+                relaid.add(node)
+
+
+def _lies_by_inputs(node: fx.Node) -> bool:
+    """Whether running ``node`` on fake values tells how its result lies."""
+    is_op = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+    tensors = (isinstance(v, torch.Tensor) for v in pytree.tree_leaves(node.meta.get("val")))
+    return node.op == "call_function" and is_op and all(tensors)
+
+
+def _same_strides(was, now) -> bool:
+    pairs = zip(pytree.tree_leaves(was), pytree.tree_leaves(now), strict=True)
+    return all(same_size(a.stride(), b.stride()) for a, b in pairs)
 
 
 def depends_on(nodes: Iterable[fx.Node], targets: Iterable[fx.Node]) -> bool:
@@ -207,6 +243,7 @@ __all__ = [
     "gradient_nodes",
     "inline",
     "reachable",
+    "relay",
     "same_size",
     "stable_topological_sort",
     "value",

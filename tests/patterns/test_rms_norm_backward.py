@@ -71,6 +71,12 @@ FORMULAS = {
     "gemma, distributed": lambda x, w: normalized(x) + normalized(x) * w,
 }
 
+
+def heads(x):
+    """Its gradient lies otherwise than the fused op's result."""
+    return x.unflatten(-1, (3, 11)).transpose(1, 2)
+
+
 IN_A_LAYER = {
     "projected": lambda x, w, m: hf_norm(x, w) @ m,
     "x + residual": lambda x, w, m: x + hf_norm(x, w) @ m,
@@ -83,6 +89,7 @@ IN_A_LAYER = {
     "norm of a difference": lambda x, y, w, m: hf_norm(x - y, w) @ m,
     "flattened": lambda x, w, m: (hf_norm(x.flatten(0, 1), w) @ m).view_as(x),
     "heads": lambda x, w, m: hf_norm((x @ m).unflatten(1, (1, -1)).transpose(1, 2), w),
+    "norms of heads": lambda x, w, m: hf_norm(heads(x @ m), w[:11]).transpose(1, 2).flatten(2),
 }
 
 
