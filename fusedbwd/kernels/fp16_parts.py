@@ -1,0 +1,337 @@
+"""float32 tensors as one or two float16 parts under a power-of-two scale of each tensor.
+
+The scale takes the largest magnitude into [2^14, 2^15), so that 29 powers of two below it are
+normal numbers of float16, which has the 10 mantissa bits of TF32. The first part is the scaled
+tensor rounded; the second is what that left over, times 2^11 so that it is as far from float16's
+denormals as the first. Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores
+while surpassing the FP32 theoretical peak performance", 2022, split float32 in this way.
+
+Elements further below the largest lose bits: up to 2^-25 of the scaled tensor in one part, 2^-36
+in two. That is harmless where a much larger element stands near them, which TF32, or float32,
+may change by more. A tensor is *unsafe*, and must be multiplied as it is, where some segment of a
+row or column, of up to 64 elements, has an element that loses bits and none whose scaled magnitude
+is 1 (2^-15 of the largest) or more: the loss is then at most 2^-13 of what the rounding allowed may
+change in the same segment. A tensor that is not finite is unsafe too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedbwd.errors import UnsupportedError
+from fusedbwd.kernels._op import define_op, launch, next_power_of_2, sm_count
+
+MAX_SPLIT = 4
+PART_SCALE = 2048.0
+"""What the second part is multiplied with."""
+
+TOP_EXPONENT = 14
+"""The largest magnitude is scaled into [2^TOP_EXPONENT, 2^(TOP_EXPONENT + 1))."""
+
+_SEGMENT = 64
+_BLOCK = 4096
+_LEAST = {1: 2.0**-14, 2: 2.0**-13}  # by parts: the least magnitude that keeps all its bits
+
+
+def programs(device: torch.device) -> int:
+    """Programs a tensor; each leaves a maximum and a flag."""
+    return 4 * sm_count(device)
+
+
+def results_per_tensor(parts: int) -> int:
+    """Parts, maxima and flags."""
+    return parts + 2
+
+
+def fp16_parts_reference(xs: Sequence[torch.Tensor], parts: int) -> list[torch.Tensor]:
+    """Splits each tensor, and says whether the parts may stand for it.
+
+    Args:
+        xs: one to four float32 tensors of any shapes and layouts.
+        parts: 1 or 2.
+
+    Returns:
+        For each tensor in turn: its parts, contiguous float16 tensors of its shape; maxima,
+        float32 [P], the largest of which is the tensor's largest magnitude, whence the scale;
+        flags, int32 [P], any of which is 1 where the tensor is unsafe.
+    """
+    return [result for x in xs for result in _split(x, parts)]
+
+
+def scale_exponent(maxima: torch.Tensor) -> int:
+    """e, where the tensor was multiplied with 2^e."""
+    peak = maxima.max().double()
+    finite = 0 < peak < torch.inf
+    return TOP_EXPONENT + 1 - int(torch.frexp(peak).exponent) if finite else 0
+
+
+def _split(x: torch.Tensor, parts: int) -> list[torch.Tensor]:
+    count = programs(x.device)
+    peak = x.abs().max() if x.numel() else x.new_zeros(())
+    maxima = peak.expand(count).clone()
+    scaled = torch.ldexp(x.double(), x.new_tensor(scale_exponent(maxima), dtype=torch.float64))
+    scaled = scaled.float().contiguous()
+    first = scaled.half()
+    second = ((scaled - first.float()) * PART_SCALE).half()
+    flags = maxima.new_full((count,), int(_is_unsafe(x, scaled, parts)), dtype=torch.int32)
+    return [*(first, second)[:parts], maxima, flags]
+
+
+def _is_unsafe(x: torch.Tensor, scaled: torch.Tensor, parts: int) -> bool:
+    if not x.numel():
+        return False
+    if not x.isfinite().all():
+        return True
+    size = scaled.abs().reshape(-1, x.shape[-1] if x.dim() else 1)
+    loses = (x != 0).reshape(size.shape) & (size < _LEAST[parts])
+    if not loses.any():
+        return False
+    return _has_small_segment(size, loses) or _has_small_segment(size.t(), loses.t())
+
+
+def _has_small_segment(size: torch.Tensor, loses: torch.Tensor) -> bool:
+    """Whether a segment of a row loses bits and has no element of 1 or more."""
+    columns = size.shape[1]
+    length = min(columns, _SEGMENT)
+    starts = torch.arange(0, columns, _SEGMENT, device=size.device).clamp(max=columns - length)
+    segment = starts[:, None] + torch.arange(length, device=size.device)
+    return bool((loses[:, segment].any(-1) & (size[:, segment].amax(-1) < 1)).any())
+
+
+@triton.jit
+def times_power_of_2(x, exponent):
+    """``x * 2^exponent`` for exponents in [-370, 370], in steps that are themselves float32."""
+    third = exponent // 3
+    rest = exponent - 2 * third
+    step = ((third + 127) << 23).to(tl.float32, bitcast=True)
+    return x * step * step * ((rest + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exponent_of_scale(maxima_ptr, COUNT: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr):
+    """The exponent that takes the largest of the maxima into [2^TOP, 2^(TOP + 1))."""
+    index = tl.arange(0, PADDED)
+    peak = tl.max(tl.load(maxima_ptr + index, index < COUNT, 0.0), 0)
+    # Denormal numbers have no exponent of their own to read.
+    tiny = peak < 7.888609052210118e-31  # 2^-100
+    bits = tl.where(tiny, peak * 18446744073709551616.0, peak).to(tl.int32, bitcast=True)
+    exponent = TOP + 127 - (bits >> 23) + tl.where(tiny, 64, 0)
+    return tl.where((peak > 0) & (peak < float("inf")), exponent, 0)
+
+
+@triton.jit
+def _maximum(x_ptr, maxima_ptr, elements, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    peak = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(program, tl.cdiv(elements, BLOCK), tl.num_programs(0)):
+        index = (start + tl.zeros([1], tl.int64)) * BLOCK + tl.arange(0, BLOCK)
+        peak = tl.maximum(peak, tl.abs(tl.load(x_ptr + index, index < elements, 0.0)))
+    tl.store(maxima_ptr + program, tl.max(peak, 0))
+
+
+@triton.jit
+def _maxima_kernel(
+    x0_ptr,
+    x1_ptr,
+    x2_ptr,
+    x3_ptr,
+    maxima0_ptr,
+    maxima1_ptr,
+    maxima2_ptr,
+    maxima3_ptr,
+    elements0,
+    elements1,
+    elements2,
+    elements3,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    which = tl.program_id(1)
+    if which == 0:
+        _maximum(x0_ptr, maxima0_ptr, elements0, BLOCK)
+    if COUNT > 1:
+        if which == 1:
+            _maximum(x1_ptr, maxima1_ptr, elements1, BLOCK)
+    if COUNT > 2:
+        if which == 2:
+            _maximum(x2_ptr, maxima2_ptr, elements2, BLOCK)
+    if COUNT > 3:
+        if which == 3:
+            _maximum(x3_ptr, maxima3_ptr, elements3, BLOCK)
+
+
+@triton.jit
+def _split_matrix(
+    x_ptr,
+    first_ptr,
+    second_ptr,
+    maxima_ptr,
+    flags_ptr,
+    rows,
+    columns,
+    PARTS: tl.constexpr,
+    LEAST: tl.constexpr,
+    TOP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PADDED: tl.constexpr,
+    SEGMENT: tl.constexpr,
+):
+    program = tl.program_id(0)
+    exponent = exponent_of_scale(maxima_ptr, PROGRAMS, PADDED, TOP)
+    across = tl.cdiv(columns, SEGMENT)
+    unsafe = 0
+    for block in tl.range(program, tl.cdiv(rows, SEGMENT) * across, PROGRAMS):
+        # The last block of a row or column lies on the one before it, and writes the same there:
+        # a short segment would seldom have a large element.
+        row = tl.maximum(tl.minimum(block // across * SEGMENT, rows - SEGMENT), 0)
+        column = tl.maximum(tl.minimum(block % across * SEGMENT, columns - SEGMENT), 0)
+        r = (row + tl.arange(0, SEGMENT))[:, None]
+        c = (column + tl.arange(0, SEGMENT))[None, :]
+        inside = (r < rows) & (c < columns)
+        offset = r.to(tl.int64) * columns + c
+        x = tl.load(x_ptr + offset, inside, 0.0)
+        scaled = times_power_of_2(x, exponent)
+        first = scaled.to(tl.float16)
+        tl.store(first_ptr + offset, first, inside)
+        if PARTS > 1:
+            second = (scaled - first.to(tl.float32)) * 2048.0
+            tl.store(second_ptr + offset, second.to(tl.float16), inside)
+        size = tl.abs(scaled)
+        loses = (x != 0) & (size < LEAST)
+        finite = size < float("inf")  # false for a NaN
+        if tl.max(tl.max((loses | (finite == 0)).to(tl.int32), 1), 0) > 0:
+            small = (tl.max(size, 1, keep_dims=True) < 1) | (tl.max(size, 0, keep_dims=True) < 1)
+            found = (loses & small) | (finite == 0)
+            unsafe = tl.maximum(unsafe, tl.max(tl.max(found.to(tl.int32), 1), 0))
+    tl.store(flags_ptr + program, unsafe)
+
+
+@triton.jit
+def _split_kernel(
+    x0_ptr,
+    x1_ptr,
+    x2_ptr,
+    x3_ptr,
+    first0_ptr,
+    first1_ptr,
+    first2_ptr,
+    first3_ptr,
+    second0_ptr,
+    second1_ptr,
+    second2_ptr,
+    second3_ptr,
+    maxima0_ptr,
+    maxima1_ptr,
+    maxima2_ptr,
+    maxima3_ptr,
+    flags0_ptr,
+    flags1_ptr,
+    flags2_ptr,
+    flags3_ptr,
+    rows0,
+    rows1,
+    rows2,
+    rows3,
+    columns0,
+    columns1,
+    columns2,
+    columns3,
+    COUNT: tl.constexpr,
+    PARTS: tl.constexpr,
+    LEAST: tl.constexpr,
+    TOP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PADDED: tl.constexpr,
+    SEGMENT: tl.constexpr,
+):
+    which = tl.program_id(1)
+    if which == 0:
+        _split_matrix(
+            x0_ptr, first0_ptr, second0_ptr, maxima0_ptr, flags0_ptr, rows0, columns0,
+            PARTS, LEAST, TOP, PROGRAMS, PADDED, SEGMENT,
+        )  # fmt: skip
+    if COUNT > 1:
+        if which == 1:
+            _split_matrix(
+                x1_ptr, first1_ptr, second1_ptr, maxima1_ptr, flags1_ptr, rows1, columns1,
+                PARTS, LEAST, TOP, PROGRAMS, PADDED, SEGMENT,
+            )  # fmt: skip
+    if COUNT > 2:
+        if which == 2:
+            _split_matrix(
+                x2_ptr, first2_ptr, second2_ptr, maxima2_ptr, flags2_ptr, rows2, columns2,
+                PARTS, LEAST, TOP, PROGRAMS, PADDED, SEGMENT,
+            )  # fmt: skip
+    if COUNT > 3:
+        if which == 3:
+            _split_matrix(
+                x3_ptr, first3_ptr, second3_ptr, maxima3_ptr, flags3_ptr, rows3, columns3,
+                PARTS, LEAST, TOP, PROGRAMS, PADDED, SEGMENT,
+            )  # fmt: skip
+
+
+def fp16_parts_launch(xs: Sequence[torch.Tensor], parts: int) -> list[torch.Tensor]:
+    """Two launches, for all tensors together: their maxima, then their parts and flags."""
+    if not 0 < len(xs) <= MAX_SPLIT:
+        raise UnsupportedError(f"fp16_parts: expected 1 to {MAX_SPLIT} tensors, got {len(xs)}")
+    xs = [x.contiguous() for x in xs]
+    results = [_empty(x, parts) for x in xs]
+    first = [r[0] for r in results]
+    second = [r[parts - 1] for r in results]  # the first again, if it is alone
+    maxima, flags = ([r[parts + i] for r in results] for i in (0, 1))
+    columns = [x.shape[-1] if x.dim() else 1 for x in xs]
+    rows = [x.numel() // max(c, 1) for x, c in zip(xs, columns, strict=True)]
+    count = programs(xs[0].device)
+    # An absent tensor's pointer is never followed: any tensor stands in for it.
+    absent = MAX_SPLIT - len(xs)
+
+    def filled(tensors: list) -> list:
+        return tensors + tensors[:1] * absent
+
+    launch(_maxima_kernel, (count, len(xs)))(
+        *filled(xs),
+        *filled(maxima),
+        *filled([x.numel() for x in xs]),
+        COUNT=len(xs),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+    launch(_split_kernel, (count, len(xs)))(
+        *filled(xs),
+        *filled(first),
+        *filled(second),
+        *filled(maxima),
+        *filled(flags),
+        *filled(rows),
+        *filled(columns),
+        COUNT=len(xs),
+        PARTS=parts,
+        LEAST=_LEAST[parts],
+        TOP=TOP_EXPONENT,
+        PROGRAMS=count,
+        PADDED=next_power_of_2(count),
+        SEGMENT=_SEGMENT,
+        num_warps=4,
+    )
+    return [result for r in results for result in r]
+
+
+def _empty(x: torch.Tensor, parts: int) -> list[torch.Tensor]:
+    count = programs(x.device)
+    return [
+        *(x.new_empty(x.shape, dtype=torch.float16) for _ in range(parts)),
+        x.new_empty((count,)),
+        x.new_empty((count,), dtype=torch.int32),
+    ]
+
+
+fp16_parts = define_op(
+    "fp16_parts(Tensor[] xs, int parts) -> Tensor[]",
+    reference=fp16_parts_reference,
+    launcher=fp16_parts_launch,
+    fake=lambda xs, parts: [result for x in xs for result in _empty(x, parts)],
+)
