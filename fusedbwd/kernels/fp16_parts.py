@@ -10,8 +10,10 @@ Elements further below the largest lose bits: up to 2^-25 of the scaled tensor i
 in two. That is harmless where a much larger element stands near them, which TF32, or float32,
 may change by more. A tensor is *unsafe*, and must be multiplied as it is, where some segment of a
 row or column, of up to 64 elements, has an element that loses bits and none whose scaled magnitude
-is 1 (2^-15 of the largest) or more: the loss is then at most 2^-13 of what the rounding allowed may
-change in the same segment. A tensor that is not finite is unsafe too.
+is 2^-6 or more, that is 2^-21 of the largest: elsewhere a loss is at most 2^-6 of what rounding to
+TF32, or float32, may change an element of the same segment by. A tensor that is not finite is
+unsafe too. The one case that this does not see is a sum in which the other operand is smaller by
+many powers of two, just at each such larger element.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ TOP_EXPONENT = 14
 
 _SEGMENT = 64
 _BLOCK = 4096
+_LARGE = 2.0**-6  # a scaled magnitude beside which lost bits do not count
 _LEAST = {1: 2.0**-14, 2: 2.0**-13}  # by parts: the least magnitude that keeps all its bits
 
 
@@ -94,12 +97,12 @@ def _is_unsafe(x: torch.Tensor, scaled: torch.Tensor, parts: int) -> bool:
 
 
 def _has_small_segment(size: torch.Tensor, loses: torch.Tensor) -> bool:
-    """Whether a segment of a row loses bits and has no element of 1 or more."""
+    """Whether a segment of a row loses bits and has no large element."""
     columns = size.shape[1]
     length = min(columns, _SEGMENT)
     starts = torch.arange(0, columns, _SEGMENT, device=size.device).clamp(max=columns - length)
     segment = starts[:, None] + torch.arange(length, device=size.device)
-    return bool((loses[:, segment].any(-1) & (size[:, segment].amax(-1) < 1)).any())
+    return bool((loses[:, segment].any(-1) & (size[:, segment].amax(-1) < _LARGE)).any())
 
 
 @triton.jit
@@ -175,6 +178,7 @@ def _split_matrix(
     columns,
     PARTS: tl.constexpr,
     LEAST: tl.constexpr,
+    LARGE: tl.constexpr,
     TOP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     PADDED: tl.constexpr,
@@ -204,8 +208,8 @@ def _split_matrix(
         loses = (x != 0) & (size < LEAST)
         finite = size < float("inf")  # false for a NaN
         if tl.max(tl.max((loses | (finite == 0)).to(tl.int32), 1), 0) > 0:
-            small = (tl.max(size, 1, keep_dims=True) < 1) | (tl.max(size, 0, keep_dims=True) < 1)
-            found = (loses & small) | (finite == 0)
+            in_row, in_column = tl.max(size, 1, keep_dims=True), tl.max(size, 0, keep_dims=True)
+            found = (loses & ((in_row < LARGE) | (in_column < LARGE))) | (finite == 0)
             unsafe = tl.maximum(unsafe, tl.max(tl.max(found.to(tl.int32), 1), 0))
     tl.store(flags_ptr + program, unsafe)
 
@@ -243,6 +247,7 @@ def _split_kernel(
     COUNT: tl.constexpr,
     PARTS: tl.constexpr,
     LEAST: tl.constexpr,
+    LARGE: tl.constexpr,
     TOP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     PADDED: tl.constexpr,
@@ -252,25 +257,25 @@ def _split_kernel(
     if which == 0:
         _split_matrix(
             x0_ptr, first0_ptr, second0_ptr, maxima0_ptr, flags0_ptr, rows0, columns0,
-            PARTS, LEAST, TOP, PROGRAMS, PADDED, SEGMENT,
+            PARTS, LEAST, LARGE, TOP, PROGRAMS, PADDED, SEGMENT,
         )  # fmt: skip
     if COUNT > 1:
         if which == 1:
             _split_matrix(
                 x1_ptr, first1_ptr, second1_ptr, maxima1_ptr, flags1_ptr, rows1, columns1,
-                PARTS, LEAST, TOP, PROGRAMS, PADDED, SEGMENT,
+                PARTS, LEAST, LARGE, TOP, PROGRAMS, PADDED, SEGMENT,
             )  # fmt: skip
     if COUNT > 2:
         if which == 2:
             _split_matrix(
                 x2_ptr, first2_ptr, second2_ptr, maxima2_ptr, flags2_ptr, rows2, columns2,
-                PARTS, LEAST, TOP, PROGRAMS, PADDED, SEGMENT,
+                PARTS, LEAST, LARGE, TOP, PROGRAMS, PADDED, SEGMENT,
             )  # fmt: skip
     if COUNT > 3:
         if which == 3:
             _split_matrix(
                 x3_ptr, first3_ptr, second3_ptr, maxima3_ptr, flags3_ptr, rows3, columns3,
-                PARTS, LEAST, TOP, PROGRAMS, PADDED, SEGMENT,
+                PARTS, LEAST, LARGE, TOP, PROGRAMS, PADDED, SEGMENT,
             )  # fmt: skip
 
 
@@ -311,6 +316,7 @@ def fp16_parts_launch(xs: Sequence[torch.Tensor], parts: int) -> list[torch.Tens
         COUNT=len(xs),
         PARTS=parts,
         LEAST=_LEAST[parts],
+        LARGE=_LARGE,
         TOP=TOP_EXPONENT,
         PROGRAMS=count,
         PADDED=next_power_of_2(count),
