@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from fusedbwd import bench
+from fusedbwd.config import Config
 from fusedbwd.errors import FusedBwdError
 from fusedbwd.export import export_backward
 from fusedbwd.precision import HIGH, HIGHEST, MEDIUM, matmul_precision
@@ -33,6 +34,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         choices=[HIGHEST, HIGH, MEDIUM],
         default=HIGHEST,
         help="of fp32 matmuls, in every variant",
+    )
+    parser.add_argument(
+        "--fp16",
+        choices=["scaled", "x3"],
+        help="switch on the opt-in fp16_scaled (from precision high on) or fp16x3",
     )
     parser.add_argument("--variants", default="eager,compile,ours", help="comma list of these")
     parser.add_argument("--calls", type=int, default=30, help="timed calls of each variant")
@@ -60,12 +66,14 @@ def run(args: argparse.Namespace) -> int:
     module = problem.build(seed=args.seed, device=args.device, dtype=dtype, **dims)
 
     def export():
-        return export_backward(module, saved=problem.schema(module), device=args.device)
+        config = Config(fp16_scaled=args.fp16 == "scaled", fp16x3=args.fp16 == "x3")
+        schema = problem.schema(module)
+        return export_backward(module, saved=schema, device=args.device, config=config)
 
     start = time.perf_counter()
     fns = bench.variants(problem, module, args.variants.split(","), export)
     export_s = time.perf_counter() - start
-    environment = bench.environment(torch.device(args.device))
+    environment = bench.environment(torch.device(args.device)) | {"fp16": args.fp16}
     print(", ".join(f"{key} {value}" for key, value in environment.items()))
     print(f"export: {export_s:.1f} s", flush=True)
 
