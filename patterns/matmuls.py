@@ -23,14 +23,26 @@ def product_of(node: fx.Node, *, alone: bool = False) -> fx.Node | None:
 
     ``alone``: only where nothing but these views and ``node``'s one user reads its result.
     """
+    node = _behind_views(node, alone)
+    is_product = node is not None and (
+        node.target is aten.mm.default or (node.target is sum_matmul and node.args[2] is None)
+    )
+    return node if is_product else None
+
+
+def fp16_product_of(node: fx.Node) -> fx.Node | None:
+    """The same of a matmul on float16 parts, whose result nothing else reads."""
+    node = _behind_views(node, alone=True)
+    is_product = node is not None and node.target is fp16_matmul and node.args[4] is None
+    return node if is_product else None
+
+
+def _behind_views(node: fx.Node, alone: bool) -> fx.Node | None:
     while node.op == "call_function" and node.target in VIEWS:
         if alone and len(node.users) != 1:
             return None
         node = node.args[0]
-    is_product = node.target is aten.mm.default or (
-        node.target is sum_matmul and node.args[2] is None
-    )
-    return node if is_product and not (alone and len(node.users) != 1) else None
+    return None if alone and len(node.users) != 1 else node
 
 
 def pairs_of(product: fx.Node) -> list[tuple[fx.Node, fx.Node]]:

@@ -45,7 +45,7 @@ PARTIAL_SUM = 512
 """The most of the summed dimension that the tensor core adds up by itself, in two parts."""
 
 TILES = {
-    1: MatmulTile(128, 256, 64, stages=3, warps=8, subtiles=2, split=True),
+    1: MatmulTile(128, 256, 64, stages=3, warps=8, subtiles=4, split=True),
     2: MatmulTile(128, 128, 64, stages=3, warps=8, split=True),
 }
 """By the number of parts. Not tuned."""

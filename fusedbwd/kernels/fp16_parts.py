@@ -188,7 +188,9 @@ def _split_matrix(
     exponent = exponent_of_scale(maxima_ptr, PROGRAMS, PADDED, TOP)
     across = tl.cdiv(columns, SEGMENT)
     unsafe = 0
-    for block in tl.range(program, tl.cdiv(rows, SEGMENT) * across, PROGRAMS):
+    blocks = tl.cdiv(rows, SEGMENT) * across
+    for count in tl.range(program, blocks, PROGRAMS):
+        block = blocks - 1 - count  # what the maxima were taken of last is still in the cache
         # The last block of a row or column lies on the one before it, and writes the same there:
         # a short segment would seldom have a large element.
         row = tl.maximum(tl.minimum(block // across * SEGMENT, rows - SEGMENT), 0)

@@ -36,7 +36,7 @@ def test_spellings(check, module, name, config, precision):
 
 @over_allowed
 def test_ffn(check, name, config, precision):
-    fires = {"gelu_backward": 1, "layer_norm_backward": 1, name: 4}
+    fires = {"gelu_backward": 1, "layer_norm_backward": 1, name: 4, "sum_matmul": 1}
     check(ffn, arguments_of(ffn), dynamic=True, config=config, precision=precision, fires=fires)
 
 
@@ -144,3 +144,13 @@ def test_frozen(check):
     )  # fmt: skip
 
 
+
+
+def test_a_residual_is_added_inside():
+    """Here the other matmul's result; of three, or of one and itself, none is."""
+    gm, report = report_of(lambda x, m1, m2: x @ m1 + (x @ m2).sin(), SCALED, HIGH)
+    assert report.counts() == {"fp16_scaled": 4, "sum_matmul": 1}
+    (with_residual,) = [n for n in nodes(gm, ours.fp16_matmul) if n.args[4] is not None]
+    assert with_residual.args[4].meta["val"].dtype == torch.float32
+    three = lambda x, m1, m2, m3: x @ m1 + (x @ m2).sin() + (x @ m3).cos()  # noqa: E731
+    assert report_of(three, SCALED, HIGH)[1].counts() == {"fp16_scaled": 6}
