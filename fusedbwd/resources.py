@@ -265,10 +265,10 @@ def _on_fp16_parts(narrow: torch.Tensor, wide: torch.Tensor) -> list[tuple[str, 
         def split(x: torch.Tensor, parts: int = parts) -> list[torch.Tensor]:
             halves = [x.new_empty(x.shape, dtype=torch.float16) for _ in range(parts)]
             count = programs(x.device)
-            return [*halves, x.new_empty((count,)), x.new_empty((count,), dtype=torch.int32)]
+            maxima = [x.new_empty((count,)) for _ in range(2)]
+            return [*halves, *maxima, x.new_empty((count,), dtype=torch.int32)]
 
-        *halves, maxima, flags = split(wide)
-        turned = [*(h.t() for h in halves), maxima, flags]
+        turned = [t.t() if t.dim() == 2 else t for t in split(wide)]
         found += [
             (f"fp16_parts, {name}", fp16_parts_launch, ([wide, fc1], parts)),
             (

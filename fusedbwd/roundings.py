@@ -16,7 +16,6 @@ and ``fp16x3`` a ``fp16_parts``. Here
 from __future__ import annotations
 
 import operator
-
 from collections.abc import Callable
 
 import torch
@@ -75,7 +74,7 @@ def place_roundings(graph: fx.Graph, op: Callable, to: torch.dtype | int) -> Non
     roundings = [n for n in graph.find_nodes(op="call_function", target=op) if n.args[1] == to]
     if not roundings:
         return
-    copies = to if op is fp16_parts else 1  # of each tensor; any other result is not in its shape
+    copies = to if isinstance(to, int) else 1  # other results have not the tensor's shape
     rounded: dict[fx.Node, list[fx.Node]] = {}
     # Read off before anything changes: what is rounded, and the views of it that are wanted.
     chains = {node: [_chain(source) for source in node.args[0]] for node in roundings}
@@ -85,10 +84,10 @@ def place_roundings(graph: fx.Graph, op: Callable, to: torch.dtype | int) -> Non
         for base, *_ in sources:
             if base in rounded:
                 continue
-            if op is fp16_parts:
-                rounded[base] = inline(graph, op, ([base], to), before=base.next)
-            else:
+            if isinstance(to, torch.dtype):
                 rounded[base] = [_rounded_gradient(graph, base, to)]
+            else:
+                rounded[base] = inline(graph, op, ([base], to), before=base.next)
         for item in list(node.users):
             source, result = divmod(item.args[1], len(rounded[sources[0][0]]))
             base, *views = sources[source]

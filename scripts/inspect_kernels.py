@@ -114,7 +114,12 @@ def inspected(args: argparse.Namespace) -> Inspection:
             raise FusedBwdError(f"--case: expected one case, got {args.case!r}")
         (case,) = cases
         return inspect_problem(
-            args.problem, small=args.small, dtype=dtype, device=args.device, case=case, config=config
+            args.problem,
+            small=args.small,
+            dtype=dtype,
+            device=args.device,
+            case=case,
+            config=config,
         )
     module, example_args = load(args.module)()
     module = module.to(device=args.device, dtype=dtype)

@@ -34,7 +34,6 @@ from fusedbwd.kernels._matmul import (
 from fusedbwd.kernels._op import define_op, launch, next_power_of_2
 from fusedbwd.kernels._tiles import check_shapes, row_stride, unit_stride
 from fusedbwd.kernels.fp16_parts import (
-    TOP_EXPONENT,
     PART_SCALE,
     exponent_of_scale,
     scale_exponent,
@@ -66,20 +65,20 @@ def fp16_matmul_reference(
         a: [M, K], float32.
         b: [K, N], float32.
         a_parts: of ``a`` as :func:`fp16_parts` gives them: the float16 parts, seen as [M, K]; the
-            maxima and flags.
+            sample's maxima, the maxima and the flags.
         b_parts: of ``b``, as many.
         residual: [M, N] in float32, or None.
 
     Returns:
         [M, N] in float32, contiguous.
     """
-    *a_halves, a_maxima, a_flags = a_parts
-    *b_halves, b_maxima, b_flags = b_parts
+    *a_halves, a_sample, a_maxima, a_flags = a_parts
+    *b_halves, b_sample, b_maxima, b_flags = b_parts
     if a_flags.any() or b_flags.any():
         product = a @ b
     else:
         scaled = _product([h.float() for h in a_halves], [h.float() for h in b_halves])
-        exponent = scale_exponent(a_maxima) + scale_exponent(b_maxima)
+        exponent = scale_exponent(a_sample, a_maxima) + scale_exponent(b_sample, b_maxima)
         product = torch.ldexp(scaled.double(), scaled.new_tensor(-exponent).double()).float()
     return (product if residual is None else product + residual).contiguous()
 
@@ -194,6 +193,8 @@ def _fp16_matmul_kernel(
     a2_ptr,
     b1_ptr,
     b2_ptr,
+    a_sample_ptr,
+    b_sample_ptr,
     a_maxima_ptr,
     b_maxima_ptr,
     a_flags_ptr,
@@ -216,7 +217,6 @@ def _fp16_matmul_kernel(
     B_TRANSPOSED: tl.constexpr,
     COUNT: tl.constexpr,
     PADDED: tl.constexpr,
-    TOP: tl.constexpr,
     PARTIAL: tl.constexpr,
     EXACT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -252,8 +252,8 @@ def _fp16_matmul_kernel(
                         WIDTH, ROWS, COLUMNS, HAS_RESIDUAL,
                     )  # fmt: skip
     else:
-        exponent = -exponent_of_scale(a_maxima_ptr, COUNT, PADDED, TOP)
-        exponent -= exponent_of_scale(b_maxima_ptr, COUNT, PADDED, TOP)
+        exponent = -exponent_of_scale(a_sample_ptr, a_maxima_ptr, COUNT, PADDED)
+        exponent -= exponent_of_scale(b_sample_ptr, b_maxima_ptr, COUNT, PADDED)
         if A_TRANSPOSED:
             a1 = operand(a1_ptr, depth, rows, a_parts_stride, DEPTH, ROWS, DESCRIBED)
         else:
@@ -333,8 +333,8 @@ def fp16_matmul_fused(
     tile: MatmulTile,
 ) -> torch.Tensor:
     """Launches the kernel and the one that joins split tiles."""
-    *a_halves, a_maxima, a_flags = a_parts
-    *b_halves, b_maxima, b_flags = b_parts
+    *a_halves, a_sample, a_maxima, a_flags = a_parts
+    *b_halves, b_sample, b_maxima, b_flags = b_parts
     if not 0 < len(a_halves) == len(b_halves) <= 2:
         raise UnsupportedError(
             f"fp16_matmul: expected 1 or 2 parts each, got {len(a_halves)} and {len(b_halves)}"
@@ -354,6 +354,8 @@ def fp16_matmul_fused(
         a_halves[-1],  # the first again, if it is alone
         b_halves[0],
         b_halves[-1],
+        a_sample,
+        b_sample,
         a_maxima,
         b_maxima,
         a_flags,
@@ -374,7 +376,6 @@ def fp16_matmul_fused(
         B_TRANSPOSED=b_stored[0][1],
         COUNT=count,
         PADDED=next_power_of_2(count),
-        TOP=TOP_EXPONENT,
         PARTIAL=PARTIAL_SUM,
         EXACT=min(_EXACT, tile.rows, tile.columns),
         HAS_RESIDUAL=residual is not None,
@@ -394,15 +395,15 @@ def _stored(part: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 def fp16_matmul_launch(a, b, a_parts, b_parts, residual) -> torch.Tensor:
     """The kernel, in the tile for this number of parts."""
-    return fp16_matmul_fused(a, b, a_parts, b_parts, residual, TILES[len(a_parts) - 2])
+    return fp16_matmul_fused(a, b, a_parts, b_parts, residual, TILES[len(a_parts) - 3])
 
 
 def _fake(a, b, a_parts, b_parts, residual):
     (rows, depth), width = a.shape, b.shape[1]
     check_shapes((depth, width), b=b)
-    for i, part in enumerate(a_parts[:-2]):
+    for i, part in enumerate(a_parts[:-3]):
         check_shapes((rows, depth), **{f"a_parts[{i}]": part})
-    for i, part in enumerate(b_parts[:-2]):
+    for i, part in enumerate(b_parts[:-3]):
         check_shapes((depth, width), **{f"b_parts[{i}]": part})
     check_shapes((rows, width), residual=residual)
     return a.new_empty((rows, width))

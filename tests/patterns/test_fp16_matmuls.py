@@ -77,7 +77,7 @@ def test_the_faster_one_that_is_allowed_is_taken(precision, name):
     gm, report = report_of(linear, BOTH, precision)
     assert report.counts() == {name: 2}
     assert f"at {precision!r}, 0 in bfloat16, 2 by {name}" in report.summary()
-    assert {len(n.args[2]) for n in nodes(gm, ours.fp16_matmul)} == {3 + (name == "fp16x3")}
+    assert {len(n.args[2]) for n in nodes(gm, ours.fp16_matmul)} == {4 + (name == "fp16x3")}
 
 
 LOOKALIKES = {
@@ -130,7 +130,7 @@ def test_each_operand_is_split_once(config, parts):
         assert from_forward == (s.meta.get("partitioner_tag") == "must_be_in_backward")
     for matmul in nodes(gm, ours.fp16_matmul):
         for operand, of_it in zip(matmul.args[:2], matmul.args[2:4], strict=True):
-            assert len(of_it) == parts + 2
+            assert len(of_it) == parts + 3
             for part in of_it[:parts]:
                 assert part.meta["val"].dtype == torch.float16
                 assert part.meta["val"].shape == operand.meta["val"].shape
@@ -142,8 +142,6 @@ def test_frozen(check):
         linear, arguments_of(linear), frozen=("x",), config=SCALED, precision=HIGH,
         fires={"fp16_scaled": 1},
     )  # fmt: skip
-
-
 
 
 def test_a_residual_is_added_inside():
