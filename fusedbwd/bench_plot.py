@@ -45,9 +45,10 @@ def plot(results: Results, path: Path) -> None:
     shares.grid(alpha=0.3, axis="y")
 
     env = results.environment
+    opt_in = f", fp16 {env['fp16']}" if env.get("fp16") else ""
     figure.suptitle(
         f"{results.problem}, {results.dtype.removeprefix('torch.')}, "
-        f"matmul precision {env['matmul_precision']}: {env['device']}, torch {env['torch']}, "
+        f"matmul precision {env['matmul_precision']}{opt_in}: {env['device']}, torch {env['torch']}, "
         f"triton {env['triton']}, {env['date'][:10]}",
         fontsize=10,
     )

@@ -241,7 +241,7 @@ def regressions(new: Results, old: Results, tolerance: float = TOLERANCE) -> lis
     ]
 
 
-_SAME = ("device", "matmul_precision")
+_SAME = ("device", "matmul_precision", "fp16")
 _TITLES = {"compile": "torch.compile"}
 
 

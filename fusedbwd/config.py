@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+OPT_INS = ("fp16_scaled", "fp16x3")
+"""Fusions that are off by default: which rounding is allowed is for the user to say."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -18,6 +21,11 @@ class Config:
         layer_norm_backward: fuse the LayerNorm backward with residual and parameter gradients.
         matmul_swiglu_backward: put the SwiGLU backward in the epilogue of the matmul before it.
         matmul_gelu_backward: the same for GELU's backward and its bias gradient.
+        fp16_scaled: run the backward's float32 matmuls on float16 operands under power-of-two
+            scales, which are as exact as TF32, while
+            ``torch.set_float32_matmul_precision("high")`` or "medium" allows that. Off by default.
+        fp16x3: run them as three float16 products, as exact as float32, under any precision; where
+            ``fp16_scaled`` is on and allowed, that is taken. Off by default.
         bf16_matmuls: run the backward's float32 matmuls on bfloat16 operands while
             ``torch.set_float32_matmul_precision("medium")`` allows it.
         sum_matmul: add up input gradients of projections inside one matmul (16-bit dtypes).
@@ -37,6 +45,8 @@ class Config:
     rms_norm_backward: bool = True
     layer_norm_backward: bool = True
     matmul_swiglu_backward: bool = True
+    fp16_scaled: bool = False
+    fp16x3: bool = False
     bf16_matmuls: bool = True
     matmul_gelu_backward: bool = True
     sum_matmul: bool = True

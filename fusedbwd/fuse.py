@@ -20,7 +20,7 @@ from torch._inductor.pattern_matcher import (
 )
 
 from fusedbwd import compat, gate
-from fusedbwd.config import Config
+from fusedbwd.config import OPT_INS, Config
 from fusedbwd.errors import FusionError
 from fusedbwd.graph import (
     SAVED_KEY,
@@ -60,7 +60,7 @@ def fuse(graph: fx.Graph, config: Config) -> Report:
     for pattern in PATTERNS:
         if config.enabled(pattern.name):
             pattern_pass(graph, pattern, report, config)
-        else:
+        elif pattern.name not in OPT_INS:
             report.switched_off.append(pattern.name)
     expand_pass(graph)
     log.info("%s", report.summary())

@@ -38,18 +38,29 @@ def in_force() -> str:
 
 
 class RoundedMatmuls(TorchDispatchMode):
-    """Inside, ``mm`` and ``addmm`` of float32 matrices round these to bfloat16 and multiply in
-    float32: what "medium" allows, as eager PyTorch would compute it."""
+    """Inside, ``mm`` and ``addmm`` of float32 matrices round these as ``precision`` allows, to
+    bfloat16 ("medium") or TF32 ("high"), and multiply in float32, as eager PyTorch would."""
+
+    def __init__(self, precision: str = MEDIUM):
+        super().__init__()
+        self.rounded = {HIGHEST: lambda t: t, HIGH: to_tf32, MEDIUM: _to_bfloat16}[precision]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in (aten.mm.default, aten.addmm.default):
             *added, a, b = args
-            args = (*added, _rounded(a), _rounded(b))
+            args = (*added, *(self.rounded(t) if t.dtype == torch.float32 else t for t in (a, b)))
         return func(*args, **(kwargs or {}))
 
 
-def _rounded(t: torch.Tensor) -> torch.Tensor:
-    return t.bfloat16().float() if t.dtype == torch.float32 else t
+def _to_bfloat16(t: torch.Tensor) -> torch.Tensor:
+    return t.bfloat16().float()
+
+
+def to_tf32(t: torch.Tensor) -> torch.Tensor:
+    """Float32 values rounded to TF32's 10 mantissa bits, to nearest, ties to even."""
+    bits = t.view(torch.int32)
+    rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF
+    return torch.where(t.isfinite(), rounded.view(torch.float32), t)
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from tabulate import tabulate
 
+from fusedbwd.config import OPT_INS
+
 
 @dataclass(frozen=True)
 class Fired:
@@ -73,8 +75,10 @@ class Report:
     def _matmuls(self) -> str:
         if not self.precisions:
             return ""
-        at = " and ".join(self.precisions)
-        return f"; float32 matmuls at {at!r}, {self.counts().get('bf16_matmuls', 0)} in bfloat16"
+        at, counts = " and ".join(self.precisions), self.counts()
+        kinds = [f"{counts.get('bf16_matmuls', 0)} in bfloat16"]
+        kinds += [f"{counts[name]} by {name}" for name in OPT_INS if name in counts]
+        return f"; float32 matmuls at {at!r}, {', '.join(kinds)}"
 
     def __str__(self) -> str:
         lines = ["\n".join([self.summary(), *(f"note: {note}" for note in self.notes)])]

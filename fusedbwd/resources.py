@@ -29,6 +29,8 @@ from fusedbwd.kernels.attention import (
     attention_backward_launch,
     attention_rope_backward_launch,
 )
+from fusedbwd.kernels.fp16_matmul import fp16_matmul_launch
+from fusedbwd.kernels.fp16_parts import fp16_parts_launch, programs
 from fusedbwd.kernels.gelu import gelu_backward_launch
 from fusedbwd.kernels.layer_norm import (
     layer_norm_backward_dx_launch,
@@ -241,6 +243,7 @@ def shipped() -> list[tuple[str, Callable, tuple, int | None]]:
         ("gelu_backward, rounded", gelu_backward_launch, (ffn_wide, ffn_wide, "tanh", bf16)),
         ("gelu_backward, exact", gelu_backward_launch, (ffn_wide, ffn_wide, "none")),
         ("round_to", round_to_launch, ([ffn_wide, ffn_weight], bf16)),
+        *_on_fp16_parts(ffn, ffn_wide),
     ]
     return [(*entry, None) for entry in fixed] + [
         (f"{name}, {_name(tile)}", partial(fused, tile=tile), args, 10 * major + minor)
@@ -251,6 +254,35 @@ def shipped() -> list[tuple[str, Callable, tuple, int | None]]:
         )
         for tile, (major, minor) in tiles(name)
     ]
+
+
+def _on_fp16_parts(narrow: torch.Tensor, wide: torch.Tensor) -> list[tuple[str, Callable, tuple]]:
+    """The opt-ins' ops: an input gradient of the FFN, with a residual, and a weight gradient."""
+    fc1 = wide.new_empty((wide.shape[1], narrow.shape[1]))
+    found: list[tuple[str, Callable, tuple]] = []
+    for parts, name in ((1, "fp16_scaled"), (2, "fp16x3")):
+
+        def split(x: torch.Tensor, parts: int = parts) -> list[torch.Tensor]:
+            halves = [x.new_empty(x.shape, dtype=torch.float16) for _ in range(parts)]
+            count = programs(x.device)
+            maxima = [x.new_empty((count,)) for _ in range(2)]
+            return [*halves, *maxima, x.new_empty((count,), dtype=torch.int32)]
+
+        turned = [t.t() if t.dim() == 2 else t for t in split(wide)]
+        found += [
+            (f"fp16_parts, {name}", fp16_parts_launch, ([wide, fc1], parts)),
+            (
+                f"fp16_matmul, {name}",
+                fp16_matmul_launch,
+                (wide, fc1, split(wide), split(fc1), narrow),
+            ),
+            (
+                f"fp16_matmul, {name}, weight",
+                fp16_matmul_launch,
+                (wide.t(), narrow, turned, split(narrow), None),
+            ),
+        ]
+    return found
 
 
 def _name(tile: MatmulTile) -> str:

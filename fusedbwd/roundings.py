@@ -1,11 +1,13 @@
 """Each tensor that matmuls want rounded is rounded once, and by what computes it if possible.
 
-The pattern ``bf16_matmuls`` leaves a ``round_to`` before every matmul. Here
+The pattern ``bf16_matmuls`` leaves a ``round_to`` before every matmul, the patterns ``fp16_scaled``
+and ``fp16x3`` a ``fp16_parts``. Here
 
 - a gradient that one of our kernels computes is rounded by that kernel: instead of the wide
   one if nothing else reads it, beside it where the kernel can write both; its sums over rows
   are of the unrounded gradient either way;
-- any other gradient is cast, for Inductor to fuse with what computes it;
+- any other gradient is cast, for Inductor to fuse with what computes it; but float16 parts, whose
+  scale depends on the whole tensor, are always made by a kernel of their own;
 - tensors of the forward (weights, activations) are rounded together with those that meet the
   same gradient, the weight and the input of one linear, just before the first matmul does:
   earlier, the copies would only take memory.
@@ -14,12 +16,14 @@ The pattern ``bf16_matmuls`` leaves a ``round_to`` before every matmul. Here
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import torch
 from torch import fx
 
 from fusedbwd.graph import gradient_nodes, inline, stable_topological_sort
 from fusedbwd.kernels import (
+    fp16_parts,
     gelu_backward,
     layer_norm_backward,
     layer_norm_backward_dx,
@@ -62,23 +66,35 @@ _ROUNDING_TOO = {
 """Ops of which another gives dx twice, the rounded one last."""
 
 
-def place_roundings(graph: fx.Graph) -> None:
-    """Replaces every ``round_to`` of a joint graph as described above."""
-    roundings = graph.find_nodes(op="call_function", target=round_to)
+def place_roundings(graph: fx.Graph, op: Callable, to: torch.dtype | int) -> None:
+    """Replaces every ``op(xs, to)`` of a joint graph as described above.
+
+    ``op``: ``round_to``, to a dtype, or ``fp16_parts``, of so many parts.
+    """
+    roundings = [n for n in graph.find_nodes(op="call_function", target=op) if n.args[1] == to]
     if not roundings:
         return
-    rounded: dict[fx.Node, fx.Node] = {}
+    copies = to if isinstance(to, int) else 1  # other results have not the tensor's shape
+    rounded: dict[fx.Node, list[fx.Node]] = {}
     # Read off before anything changes: what is rounded, and the views of it that are wanted.
     chains = {node: [_chain(source) for source in node.args[0]] for node in roundings}
     for node, bases in _groups(chains, gradient_nodes(graph)):
-        rounded |= zip(bases, _round_together(graph, bases, node.args[1], before=node), strict=True)
+        rounded |= zip(bases, _round_together(graph, bases, op, to, before=node), strict=True)
     for node, sources in chains.items():
         for base, *_ in sources:
-            if base not in rounded:
-                rounded[base] = _rounded_gradient(graph, base, node.args[1])
+            if base in rounded:
+                continue
+            if isinstance(to, torch.dtype):
+                rounded[base] = [_rounded_gradient(graph, base, to)]
+            else:
+                rounded[base] = inline(graph, op, ([base], to), before=base.next)
         for item in list(node.users):
-            base, *views = sources[item.args[1]]
-            item.replace_all_uses_with(_viewed(graph, rounded[base], views, before=item))
+            source, result = divmod(item.args[1], len(rounded[sources[0][0]]))
+            base, *views = sources[source]
+            new = rounded[base][result]
+            if result < copies:
+                new = _viewed(graph, new, views, before=item)
+            item.replace_all_uses_with(new)
     stable_topological_sort(graph)
     graph.eliminate_dead_code()
     graph.lint()
@@ -115,13 +131,15 @@ def _groups(
 
 
 def _round_together(
-    graph: fx.Graph, bases: list[fx.Node], dtype: torch.dtype, *, before: fx.Node
-) -> list[fx.Node]:
-    rounded = inline(graph, round_to, (bases, dtype), before=before)
-    for item in rounded:
+    graph: fx.Graph, bases: list[fx.Node], op: Callable, to: torch.dtype | int, *, before: fx.Node
+) -> list[list[fx.Node]]:
+    """The results of one launch, by tensor."""
+    results = inline(graph, op, (bases, to), before=before)
+    for item in results:
         # Computed from the forward alone; the partitioner would put it there and save the copy.
         item.args[0].meta["partitioner_tag"] = "must_be_in_backward"
-    return rounded
+    each = len(results) // len(bases)
+    return [results[start : start + each] for start in range(0, len(results), each)]
 
 
 def _rounded_gradient(graph: fx.Graph, base: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -167,9 +185,14 @@ def _viewed(graph: fx.Graph, rounded: fx.Node, views: list[fx.Node], *, before: 
 
 
 def sink_roundings(graph: fx.Graph) -> None:
-    """Moves every ``round_to`` down to the first use of what it gives: until then the rounded
+    """Moves every rounding down to the first use of what it gives: until then the rounded
     copies would only take memory. Passes that order nodes by their users' depth put it early."""
-    for node in graph.find_nodes(op="call_function", target=round_to):
+    roundings = [
+        node
+        for op in (round_to, fp16_parts)
+        for node in graph.find_nodes(op="call_function", target=op)
+    ]
+    for node in roundings:
         moving = [node]
         for n in moving:
             moving += [u for u in n.users if u.target in (operator.getitem, *_VIEWS)]

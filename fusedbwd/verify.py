@@ -4,8 +4,8 @@ A case passes when every gradient is within :func:`fusedbwd.numerics.budget` and
 its contract: names, shapes, dtypes, plain contiguous tensors, inputs bit-identical afterwards
 and no storage shared between an output and an input or another output.
 
-While ``torch.set_float32_matmul_precision("medium")`` is in force, eager's own error on float32
-tensors is that of the formulas with the matmuls' operands rounded to bfloat16
+While ``torch.set_float32_matmul_precision("medium")`` or "high" is in force, eager's own error on
+float32 tensors is that of the formulas with the matmuls' operands rounded to bfloat16 or to TF32
 (:class:`fusedbwd.precision.RoundedMatmuls`), and the factor on it that of 16-bit types. Gradients
 that no such matmul reaches are judged as ever.
 
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from fusedbwd.errors import UnsupportedError
 from fusedbwd.numerics import budget, relative_l2, within
-from fusedbwd.precision import HIGHEST, MEDIUM, RoundedMatmuls, in_force, matmul_precision
+from fusedbwd.precision import HIGHEST, RoundedMatmuls, in_force, matmul_precision
 from fusedbwd.problems import Case, Problem
 from fusedbwd.schema import Schema, resolve
 
@@ -41,7 +41,7 @@ class GradientCheck:
     """One gradient's relative L2 errors against float64, ours and eager's, and what is allowed.
 
     ``scale`` is the L2 norm of the right gradient, the weight of this check among others;
-    ``rounded`` says that eager's error is one of matmuls on bfloat16 operands.
+    ``rounded`` says that eager's error is one of matmuls on rounded operands.
     """
 
     name: str
@@ -170,12 +170,12 @@ def check_gradients(
 
 def baseline(problem: Problem, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], set[str]]:
     """The documented formulas in the dtypes of ``inputs``, at the precision in force, and the
-    names of the gradients that matmuls on bfloat16 operands took part in."""
-    if in_force() != MEDIUM:
+    names of the gradients that matmuls on rounded operands took part in."""
+    if (precision := in_force()) == HIGHEST:
         return problem.reference(inputs), set()
     with matmul_precision(HIGHEST):
         unrounded = problem.reference(inputs)
-        with RoundedMatmuls():
+        with RoundedMatmuls(precision):
             eager = problem.reference(inputs)
     return eager, {name for name in eager if not torch.equal(eager[name], unrounded[name])}
 

@@ -7,6 +7,8 @@ steps that several patterns share.
 from fusedbwd.patterns import (
     attention_backward,
     bf16_matmuls,
+    fp16_scaled,
+    fp16x3,
     gelu_backward,
     layer_norm_backward,
     matmul_gelu_backward,
@@ -26,6 +28,8 @@ PATTERNS: tuple[Pattern, ...] = (
     layer_norm_backward.PATTERN,
     rms_norm_backward.PATTERN,
     matmul_swiglu_backward.PATTERN,
+    fp16_scaled.PATTERN,
+    fp16x3.PATTERN,
     bf16_matmuls.PATTERN,
     matmul_gelu_backward.PATTERN,
     sum_matmul.PATTERN,

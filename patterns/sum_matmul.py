@@ -7,7 +7,7 @@ Projections that share their input (q, k and v; gate and up) each give a gradien
 Replaces the matmuls and the additions by one kernel that walks all the sums' steps, so that
 only the total is rounded and no partial result goes through memory. A single matmul and a
 residual are taken where the matmul's result is wider than its operands; the library's addmm
-does as well where it is not.
+does as well where it is not. A matmul on float16 parts takes in one other tensor.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import fx
 from torch._inductor.pattern_matcher import Arg, CallFunction, Match
 
 from fusedbwd.graph import gradient_nodes, same_size, value
-from fusedbwd.kernels import sum_matmul
+from fusedbwd.kernels import fp16_matmul, sum_matmul
 from fusedbwd.kernels._routes import pays
 from fusedbwd.kernels.matmul_sum import MAX_PAIRS, sum_matmul_shape
-from fusedbwd.patterns.matmuls import pairs_of, product_of, require_operands
+from fusedbwd.patterns.matmuls import fp16_product_of, pairs_of, product_of, require_operands
 from fusedbwd.patterns.pattern import Pattern, Rewrite, only_user, require
 from fusedbwd.patterns.walk import VIEWS
 
@@ -32,6 +32,8 @@ def _prove(match: Match) -> Rewrite | None:
     if not _is_sum(node) or _is_inner(node):
         return None
     terms = _terms(node)
+    if len(terms) == 2 and (rewrite := _into_fp16_matmul(node, *terms)) is not None:
+        return rewrite
     products = {t: p for t in terms if (p := product_of(t, alone=True)) is not None}
     rest = [t for t in terms if t not in products]
     if not products or (len(products) == 1 and not (rest and _widens(*products.values()))):
@@ -81,6 +83,29 @@ def _prove(match: Match) -> Rewrite | None:
         return (dx.reshape(sizes) if sizes else dx,)
 
     return Rewrite((node,), (*a, *b, rest[0] if rest else None, *sizes), replacement)
+
+
+def _into_fp16_matmul(node: fx.Node, left: fx.Node, right: fx.Node) -> Rewrite | None:
+    """The rewrite of ``left + right`` where one is a view of a matmul on float16 parts."""
+    term, added = (left, right) if fp16_product_of(left) is not None else (right, left)
+    product = fp16_product_of(term)
+    if product is None or left is right:
+        return None
+    for v in (value(term), value(added)):
+        same = v.dtype == value(node).dtype and same_size(v.shape, value(node).shape)
+        require(same, f"{term.name} is {value(term).dtype} {list(value(term).shape)}, what is "
+                      f"added {value(added).dtype} {list(value(added).shape)}")  # fmt: skip
+    a, b, a_parts, b_parts, _ = product.args
+    count, width = len(a_parts), value(product).shape[1]
+    sizes = term.args[1] if term.target in VIEWS else ()
+
+    def replacement(a, b, added, *rest):
+        parts, sizes = rest[: 2 * count], rest[2 * count :]
+        added = added.reshape(-1, width)
+        out = fp16_matmul(a, b, parts[:count], parts[count:], added)
+        return (out.reshape(sizes) if sizes else out,)
+
+    return Rewrite((node,), (a, b, added, *a_parts, *b_parts, *sizes), replacement)
 
 
 def _is_inner(node: fx.Node) -> bool:

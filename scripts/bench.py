@@ -18,6 +18,7 @@ import torch
 from fusedbwd import bench, bench_kernels
 from fusedbwd.bench_plot import plot
 from fusedbwd.bench_results import CaseTimings, Results, load, regressions, summary, table
+from fusedbwd.config import Config
 from fusedbwd.errors import FusedBwdError
 from fusedbwd.export import export_backward
 from fusedbwd.precision import HIGH, HIGHEST, MEDIUM, matmul_precision
@@ -44,6 +45,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         choices=[HIGHEST, HIGH, MEDIUM],
         default=HIGHEST,
         help="of fp32 matmuls, in every variant",
+    )
+    parser.add_argument(
+        "--fp16",
+        choices=["scaled", "x3"],
+        help="switch on the opt-in fp16_scaled (from precision high on) or fp16x3",
     )
     parser.add_argument(
         "--variants",
@@ -97,13 +103,15 @@ def measure(args: argparse.Namespace) -> Results:
     module = problem.build(seed=args.seed, device=args.device, dtype=dtype, **dims)
 
     def export():
-        return export_backward(module, saved=problem.schema(module), device=args.device)
+        config = Config(fp16_scaled=args.fp16 == "scaled", fp16x3=args.fp16 == "x3")
+        schema = problem.schema(module)
+        return export_backward(module, saved=schema, device=args.device, config=config)
 
     with matmul_precision(args.precision):
         start = time.perf_counter()
         fns = bench.variants(problem, module, args.variants.split(","), export)
         export_s = time.perf_counter() - start
-        environment = bench.environment(torch.device(args.device))
+        environment = bench.environment(torch.device(args.device)) | {"fp16": args.fp16}
         print(", ".join(f"{key} {value}" for key, value in environment.items()))
         print(f"export: {export_s:.1f} s", flush=True)
 

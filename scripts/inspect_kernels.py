@@ -22,6 +22,7 @@ import torch
 from tabulate import tabulate
 from torch.utils import _pytree as pytree
 
+from fusedbwd.config import Config
 from fusedbwd.errors import FusedBwdError
 from fusedbwd.inspection import Inspection, inspect_module, inspect_problem, write_resources
 from fusedbwd.precision import HIGH, HIGHEST, MEDIUM, matmul_precision
@@ -53,6 +54,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         choices=[HIGHEST, HIGH, MEDIUM],
         default=HIGHEST,
         help="of float32 matmuls (default: highest)",
+    )
+    parser.add_argument(
+        "--fp16",
+        choices=["scaled", "x3"],
+        help="switch on the opt-in fp16_scaled (from precision high on) or fp16x3",
     )
     parser.add_argument("--target", choices=TARGETS, default="sm_90", help="default: sm_90")
     parser.add_argument("--ptx", action="store_true", help="our kernels' PTX")
@@ -101,13 +107,19 @@ def main(argv: list[str] | None = None) -> int:
 
 def inspected(args: argparse.Namespace) -> Inspection:
     dtype = getattr(torch, args.dtype) if args.dtype else None
+    config = Config(fp16_scaled=args.fp16 == "scaled", fp16x3=args.fp16 == "x3")
     if args.problem:
         cases = PROBLEMS[args.problem].select_cases(args.case) if args.case else (None,)
         if len(cases) != 1:
             raise FusedBwdError(f"--case: expected one case, got {args.case!r}")
         (case,) = cases
         return inspect_problem(
-            args.problem, small=args.small, dtype=dtype, device=args.device, case=case
+            args.problem,
+            small=args.small,
+            dtype=dtype,
+            device=args.device,
+            case=case,
+            config=config,
         )
     module, example_args = load(args.module)()
     module = module.to(device=args.device, dtype=dtype)
@@ -118,7 +130,7 @@ def inspected(args: argparse.Namespace) -> Inspection:
         t = t.to(args.device)
         return t.to(dtype) if dtype and t.is_floating_point() else t
 
-    return inspect_module(module, pytree.tree_map(moved, tuple(example_args)))
+    return inspect_module(module, pytree.tree_map(moved, tuple(example_args)), config=config)
 
 
 def load(path: str):

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from fusedbwd import bench
+from fusedbwd.config import Config
 from fusedbwd.errors import FusedBwdError
 from fusedbwd.export import export_backward
 from fusedbwd.precision import HIGH, HIGHEST, MEDIUM, matmul_precision
@@ -33,6 +34,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         choices=[HIGHEST, HIGH, MEDIUM],
         default=HIGHEST,
         help="of float32 matmuls (default: highest)",
+    )
+    parser.add_argument(
+        "--fp16",
+        choices=["scaled", "x3"],
+        help="switch on the opt-in fp16_scaled (from precision high on) or fp16x3",
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights and inputs")
     parser.add_argument(
@@ -57,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         cases = problem.select_cases(args.cases, small=args.small)
         module = problem.build(seed=args.seed, device=args.device, dtype=dtype, **dims)
-        bwd = export_backward(module, saved=problem.schema(module), device=args.device)
+        config = Config(fp16_scaled=args.fp16 == "scaled", fp16x3=args.fp16 == "x3")
+        schema = problem.schema(module)
+        bwd = export_backward(module, saved=schema, device=args.device, config=config)
         rounds = args.rounds or (20 if args.small else 1)
         for check in verify(problem, module, bwd, cases, seed=args.seed, rounds=rounds):
             print(table([check]), end="\n\n", flush=True)
@@ -66,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     failed = [f"{c.batch}x{c.seq}" for c in checks if not c.ok]
-    print(f"{problem.name}, {dtype}, float32 matmuls at {args.precision!r}: ", end="")
+    print(f"{problem.name}, {dtype}, float32 matmuls at {args.precision!r}", end="")
+    print(f", fp16 {args.fp16}: " if args.fp16 else ": ", end="")
     print(f"{len(checks) - len(failed)} of {len(checks)} cases pass")
     if failed:
         print(f"failed: {', '.join(failed)}")
@@ -74,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         report = {
             "problem": problem.name,
             "dtype": str(dtype),
+            "fp16": args.fp16,
             "environment": bench.environment(torch.device(args.device)),
             "cases": [dataclasses.asdict(c) | {"ok": c.ok} for c in checks],
         }

@@ -12,6 +12,7 @@ import torch
 
 from fusedbwd import FusedBwdError, FusionError, VerificationError, bench_fusions
 from fusedbwd.bench_fusions import measure, measure_all, table, write
+from fusedbwd.config import OPT_INS
 from fusedbwd.fusion_cases import SUBJECTS, TOKENS, Case, cases
 from fusedbwd.gate import Row
 from fusedbwd.kernels._routes import measurements
@@ -23,10 +24,10 @@ SMALL = Case("swiglu_backward", 16, torch.float32, 8)
 
 
 def test_every_fusion_is_measured():
-    """Here, or as a matmul, of which scripts/tune.py measures the routes. bf16_matmuls is asked
-    for: a change of precision, and not another way to compute the same."""
+    """Here, or as a matmul, of which scripts/tune.py measures the routes. bf16_matmuls and the
+    opt-ins are asked for: a change of precision, and not another way to compute the same."""
     measured = SUBJECTS.keys() | {row["op"] for row in measurements((9, 0))}
-    assert {p.name for p in PATTERNS} - measured == {"bf16_matmuls"}
+    assert {p.name for p in PATTERNS} - measured == {"bf16_matmuls", *OPT_INS}
 
 
 @pytest.mark.parametrize("name", SUBJECTS)

@@ -48,6 +48,22 @@ def test_an_export_follows_the_setting():
     assert all(map(torch.equal, bwd(**inputs), exact))
 
 
+def test_an_export_with_both_opt_ins_follows_it():
+    """float16 in one part where "high" allows that, else in two."""
+    problem, module, schema = small("ffn_gelu_backward")
+    config = Config(verify=True, fp16_scaled=True, fp16x3=True)
+    bwd = export_backward(module, saved=schema, config=config)
+    inputs = problem.inputs(module, 2, 17)
+    found = {}
+    for precision, name in ((HIGHEST, "fp16x3"), (HIGH, "fp16_scaled")):
+        with matmul_precision(precision):
+            found[precision] = bwd(**inputs).grad_fc1_weight
+            assert bwd.report.counts() == PLAIN | {name: 4, "sum_matmul": 1}
+            assert_verified(problem, module, bwd, (2, 17), (3, 33))
+    assert 5e-5 < relative_l2(found[HIGH], found[HIGHEST]) < 1e-3
+    assert len(bwd.variants) == 2
+
+
 def test_a_static_export_follows_it_too():
     problem, module, schema = small("ffn_gelu_backward")
     sizes = {"batch_size": 2, "seq_len": 17}
@@ -85,6 +101,20 @@ def test_training_is_compiled_for_each_setting(tiny):
     assert report.counts() == {k: 3 * n for k, n in TINY_COUNTS.items()} | medium_alone
     assert 5e-4 < relative_l2(found[MEDIUM], found[HIGHEST]) < 1e-2
     assert_as_eager(compiled, copy.deepcopy(tiny), 2, 17)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", [HIGHEST, HIGH])
+def test_opt_ins_on_a_gpu(precision):
+    problem = get_problem("ffn_gelu_backward")
+    module = problem.build(seed=1, device="cuda")
+    config = Config(verify=True, fp16_scaled=True, fp16x3=True)
+    with matmul_precision(precision):
+        bwd = export_backward(module, saved=problem.schema(module), config=config)
+        assert bwd.report.counts()["fp16x3" if precision == HIGHEST else "fp16_scaled"] == 4
+        (source,) = bwd.kernels()
+        assert "_fp16_matmul_kernel" in source and "torch.ops.fusedbwd." not in source
+        assert_verified(problem, module, bwd, (2, 211), (16, 919))
 
 
 @pytest.mark.gpu

@@ -1,6 +1,8 @@
 """Fused backward kernels: reference, Triton kernel, launcher and op, one file a fusion."""
 
 from fusedbwd.kernels.attention import attention_backward, attention_rope_backward
+from fusedbwd.kernels.fp16_matmul import fp16_matmul
+from fusedbwd.kernels.fp16_parts import fp16_parts
 from fusedbwd.kernels.gelu import gelu_backward
 from fusedbwd.kernels.layer_norm import (
     layer_norm_backward,
@@ -22,6 +24,8 @@ from fusedbwd.kernels.swiglu import swiglu_backward
 __all__ = [
     "attention_backward",
     "attention_rope_backward",
+    "fp16_matmul",
+    "fp16_parts",
     "gelu_backward",
     "layer_norm_backward",
     "layer_norm_backward_dx",

@@ -19,7 +19,7 @@ from fusedbwd import Config, Report
 from fusedbwd import schema as sch
 from fusedbwd.fuse import BROKEN_OFF, fuse
 from fusedbwd.numerics import budget, relative_l2, statistics_dtype, within
-from fusedbwd.precision import HIGHEST, MEDIUM, RoundedMatmuls, matmul_precision
+from fusedbwd.precision import HIGH, HIGHEST, MEDIUM, RoundedMatmuls, matmul_precision
 from fusedbwd.schema import Gradient, Schema, resolve
 from fusedbwd.trace import open_sizes, trace_joint
 
@@ -102,7 +102,8 @@ def check(
 
     Args:
         precision: of float32 matmuls, in force while the graph is fused. At "medium", eager
-            rounds the operands of the backward's to bfloat16.
+            rounds the operands of the backward's to bfloat16; under the opt-ins, to what they
+            stand for.
 
     Returns:
         What was fused.
@@ -113,8 +114,15 @@ def check(
     assert not [m for m in report.missed if m.reason.startswith(BROKEN_OFF)], report
     for seed, sizes in enumerate((SIZES, OTHER_SIZES) if dynamic else (SIZES,)):
         values = draw(shapes, dtypes, sizes, seed)
-        assert_right(gm, module, wanted, values, seed, rounded=precision == MEDIUM)
+        assert_right(gm, module, wanted, values, seed, precision=_allowed(config, precision))
     return report
+
+
+def _allowed(config: Config, precision: str) -> str:
+    """The rounding of matmuls' operands that our own may be compared with."""
+    if config.fp16_scaled and precision != HIGHEST:
+        return HIGH
+    return MEDIUM if precision == MEDIUM and not config.fp16x3 else HIGHEST
 
 
 def assert_right(
@@ -124,10 +132,10 @@ def assert_right(
     values: Mapping[str, torch.Tensor],
     seed: int = 0,
     *,
-    rounded: bool = False,
+    precision: str = HIGHEST,
 ) -> None:
-    """The gradients that ``gm`` gives are within the budget of eager's own error; ``rounded``:
-    of its error with matmuls on bfloat16 operands in the backward."""
+    """The gradients that ``gm`` gives are within the budget of eager's own error; ``precision``:
+    of its error with the operands of the backward's matmuls rounded as that allows."""
     program = module if isinstance(module, nn.Module) else _Program(module)
     params = {n: _random(p.shape, p.dtype, seed) for n, p in program.named_parameters()}
     with torch.no_grad():
@@ -143,8 +151,8 @@ def assert_right(
 
     expected = autograd(lambda t: t.detach().double())
     plain = eager = autograd(lambda t: t.detach().clone())
-    if rounded:
-        eager = autograd(lambda t: t.detach().clone(), RoundedMatmuls())
+    if precision != HIGHEST:
+        eager = autograd(lambda t: t.detach().clone(), RoundedMatmuls(precision))
     primals = (*params.values(), *values.values(), grad)
     actual = fx.Interpreter(gm).run(*primals, enable_io_processing=False)
     for name, a, e, own, as_ever in zip(wanted, actual, expected, eager, plain, strict=True):
