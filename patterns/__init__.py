@@ -1,12 +1,13 @@
 """The fusions, one a file: each a :class:`~fusedbwd.patterns.pattern.Pattern`.
 
-``algebra`` proves rewrites; ``heads``, ``matmuls``, ``norms``, ``rope`` and ``walk`` hold the
+``algebra`` proves rewrites; ``gated``, ``heads``, ``matmuls``, ``norms``, ``rope`` and ``walk`` hold the
 steps that several patterns share.
 """
 
 from fusedbwd.patterns import (
     attention_backward,
     bf16_matmuls,
+    geglu_backward,
     gelu_backward,
     layer_norm_backward,
     matmul_gelu_backward,
@@ -22,6 +23,7 @@ PATTERNS: tuple[Pattern, ...] = (
     attention_backward.PATTERN,
     rope_backward.PATTERN,
     swiglu_backward.PATTERN,
+    geglu_backward.PATTERN,
     gelu_backward.PATTERN,
     layer_norm_backward.PATTERN,
     rms_norm_backward.PATTERN,
@@ -31,6 +33,7 @@ PATTERNS: tuple[Pattern, ...] = (
     sum_matmul.PATTERN,
 )
 """Every fusion, in the order in which the passes run: LayerNorm first, because it is an RMSNorm
-of what is centered before."""
+of what is centered before, and GeGLU before a
+GELU that gates nothing."""
 
 __all__ = ["PATTERNS", "Miss", "Pattern", "Rewrite"]

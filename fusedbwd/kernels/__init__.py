@@ -1,6 +1,7 @@
 """Fused backward kernels: reference, Triton kernel, launcher and op, one file a fusion."""
 
 from fusedbwd.kernels.attention import attention_backward, attention_rope_backward
+from fusedbwd.kernels.geglu import geglu_backward
 from fusedbwd.kernels.gelu import gelu_backward
 from fusedbwd.kernels.layer_norm import (
     layer_norm_backward,
@@ -22,6 +23,7 @@ from fusedbwd.kernels.swiglu import swiglu_backward
 __all__ = [
     "attention_backward",
     "attention_rope_backward",
+    "geglu_backward",
     "gelu_backward",
     "layer_norm_backward",
     "layer_norm_backward_dx",
