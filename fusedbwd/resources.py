@@ -29,6 +29,7 @@ from fusedbwd.kernels.attention import (
     attention_backward_launch,
     attention_rope_backward_launch,
 )
+from fusedbwd.kernels.geglu import geglu_backward_launch
 from fusedbwd.kernels.gelu import gelu_backward_launch
 from fusedbwd.kernels.layer_norm import (
     layer_norm_backward_dx_launch,
@@ -195,6 +196,8 @@ def shipped() -> list[tuple[str, Callable, tuple, int | None]]:
     repeated = empty(4, 1023, 32, 160, dtype=bf16).transpose(1, 2)
     fixed: list[tuple[str, Callable, tuple]] = [
         ("swiglu_backward", swiglu_backward_launch, (wide, wide, wide)),
+        ("geglu_backward, tanh", geglu_backward_launch, (wide, wide, wide, "tanh")),
+        ("geglu_backward, exact", geglu_backward_launch, (wide, wide, wide, "none")),
         (
             "rms_norm_backward",
             rms_norm_backward_launch,

@@ -1,7 +1,7 @@
 """The fusions, one a file: each a :class:`~fusedbwd.patterns.pattern.Pattern`.
 
-``algebra`` proves rewrites; ``gated``, ``heads``, ``matmuls``, ``norms``, ``rope`` and ``walk`` hold the
-steps that several patterns share.
+``algebra`` proves rewrites; ``gated``, ``heads``, ``matmuls``, ``norms``, ``rope`` and ``walk``
+hold the steps that several patterns share.
 """
 
 from fusedbwd.patterns import (
@@ -33,7 +33,6 @@ PATTERNS: tuple[Pattern, ...] = (
     sum_matmul.PATTERN,
 )
 """Every fusion, in the order in which the passes run: LayerNorm first, because it is an RMSNorm
-of what is centered before, and GeGLU before a
-GELU that gates nothing."""
+of what is centered before, and GeGLU before GELU, whose bias gradient alone it would take."""
 
 __all__ = ["PATTERNS", "Miss", "Pattern", "Rewrite"]
