@@ -19,7 +19,7 @@ from torch._inductor.pattern_matcher import Arg, CallFunction, Match
 from fusedbwd.kernels import swiglu_backward
 from fusedbwd.patterns import gated
 from fusedbwd.patterns.algebra import Function, monomial, strip
-from fusedbwd.patterns.pattern import Pattern, Rewrite, require
+from fusedbwd.patterns.pattern import Miss, Pattern, Rewrite, require
 from fusedbwd.patterns.walk import product_factors
 
 aten = torch.ops.aten
@@ -37,11 +37,11 @@ def _prove(match: Match) -> Rewrite | None:
         dy, linear, d_act = found
     else:
         factors = gated.factors_of_gradient(node.args[0])
-        require(
-            factors is not None,
-            f"{node.args[0].name} is not the product of an incoming gradient and one forward "
-            f"tensor but of {[f.name for f in product_factors(node.args[0])]}",
-        )
+        if factors is None:
+            raise Miss(
+                f"{node.args[0].name} is not the product of an incoming gradient and one forward "
+                f"tensor but of {[f.name for f in product_factors(node.args[0])]}"
+            )
         (dy, linear), d_act = factors, node
     d_linear = gated.linear_gradients(dy, act, linear, silu)
     require(d_linear, f"no product of {dy.name} with silu({act.name}) beside {d_act.name}")

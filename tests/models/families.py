@@ -135,7 +135,9 @@ def bert(attention: str, layers: int) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=VOCABULARY, max_position_embeddings=POSITIONS, **encoder_settings(attention, layers)
+        vocab_size=VOCABULARY,
+        max_position_embeddings=POSITIONS,
+        **encoder_settings(attention, layers),
     )
     return BertForMaskedLM(config)
 
@@ -144,7 +146,10 @@ def vit(attention: str, layers: int) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        image_size=IMAGE, patch_size=PATCH, num_labels=CLASSES, **encoder_settings(attention, layers)
+        image_size=IMAGE,
+        patch_size=PATCH,
+        num_labels=CLASSES,
+        **encoder_settings(attention, layers),
     )
     return ViTForImageClassification(config)
 

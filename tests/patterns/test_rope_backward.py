@@ -1,5 +1,7 @@
 """What surrounds SDPA's backward: group sums, RoPE, packing for the projections."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -77,10 +79,7 @@ def slices_of_one(x, cos, sin, mq, rotated=rope):
     """As Phi-3: q, k and v are slices of one projection."""
     y = x @ mq
     ends = [0, HEADS * DIM, (HEADS + KV_HEADS) * DIM, (HEADS + 2 * KV_HEADS) * DIM]
-    q, k, v = (
-        y[..., a:b].unflatten(-1, (-1, DIM)).transpose(1, 2)
-        for a, b in zip(ends, ends[1:], strict=False)
-    )
+    q, k, v = (y[..., a:b].unflatten(-1, (-1, DIM)).transpose(1, 2) for a, b in pairwise(ends))
     return merged(sdpa(rotated(q, cos, sin), rotated(k, cos, sin), v, enable_gqa=True))
 
 
