@@ -118,15 +118,12 @@ def results(model: nn.Module, inputs: dict[str, Tensor], dtype: torch.dtype) -> 
     return {LOSS: loss.detach(), **{n: t.grad for n, t in leaves.items() if t.grad is not None}}
 
 
-def per_layer(name: str, attention: str, dtype: torch.dtype) -> dict[str, tuple[int, int]]:
+def per_layer(name: str, attention: str, dtype: torch.dtype, counts: dict[str, int]) -> dict:
     """How often each fusion fires in a layer of the family, and outside the layers: a model of
-    one layer more has so many more."""
-    small, large = (
-        compare(name, attention, dtype, rounds=1, inductor=False, layers=n).report.counts()
-        for n in (LAYERS, LAYERS + 1)
-    )
+    one layer more has so many more. ``counts``: of the model with ``LAYERS`` layers."""
+    large = compare(name, attention, dtype, rounds=1, inductor=False, layers=LAYERS + 1)
     found = {}
-    for fusion, count in large.items():
-        each = count - small.get(fusion, 0)
+    for fusion, count in large.report.counts().items():
+        each = count - counts.get(fusion, 0)
         found[fusion] = each, count - each * (LAYERS + 1)
     return found

@@ -149,6 +149,7 @@ def vit(attention: str, layers: int) -> nn.Module:
         image_size=IMAGE,
         patch_size=PATCH,
         num_labels=CLASSES,
+        problem_type="single_label_classification",
         **encoder_settings(attention, layers),
     )
     return ViTForImageClassification(config)
