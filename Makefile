@@ -6,7 +6,7 @@ export VENV PYTHON
 
 RUN := $(VENV)/bin/python
 
-.PHONY: help demo test lint format test-versions clean
+.PHONY: help demo test test-all lint format test-versions clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,6 +16,9 @@ demo: $(VENV)/ready ## set up, then train, fuse, export and verify a small layer
 
 test: $(VENV)/ready-test ## set up, then run the tests (PYTEST_ARGS='-m gpu -x')
 	@$(RUN) -m pytest $(PYTEST_ARGS)
+
+test-all: $(VENV)/ready-test ## run every test, slow ones too: more than half an hour
+	@$(RUN) -m pytest -m "slow or not slow" $(PYTEST_ARGS)
 
 lint: $(VENV)/ready-dev ## check formatting, lint and types
 	@$(RUN) -m ruff format --check

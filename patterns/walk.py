@@ -79,7 +79,7 @@ def concatenation(*parts: fx.Node) -> fx.Node | None:
     placed, start = [only_user(part) for part in parts], 0
     for node, part in zip(placed, parts, strict=True):
         end = start + value(part).shape[-1]
-        if node is None or not _placed(node, part, start, end):
+        if node is None or only_user(node) is None or not _placed(node, part, start, end):
             return None
         start = end
     whole = placed[0]

@@ -61,7 +61,7 @@ def compare(
     *,
     batch: int = 2,
     seq: int = 16,
-    rounds: int = 6,
+    rounds: int = 4,
     inductor: bool = True,
     layers: int = LAYERS,
     device: str = "cpu",
@@ -120,10 +120,10 @@ def results(model: nn.Module, inputs: dict[str, Tensor], dtype: torch.dtype) -> 
 
 def per_layer(name: str, attention: str, dtype: torch.dtype, counts: dict[str, int]) -> dict:
     """How often each fusion fires in a layer of the family, and outside the layers: a model of
-    one layer more has so many more. ``counts``: of the model with ``LAYERS`` layers."""
-    large = compare(name, attention, dtype, rounds=1, inductor=False, layers=LAYERS + 1)
+    one layer less has so many less. ``counts``: of the model with ``LAYERS`` layers."""
+    small = compare(name, attention, dtype, rounds=1, inductor=False, layers=LAYERS - 1)
     found = {}
-    for fusion, count in large.report.counts().items():
-        each = count - counts.get(fusion, 0)
-        found[fusion] = each, count - each * (LAYERS + 1)
+    for fusion, count in counts.items():
+        each = count - small.report.counts().get(fusion, 0)
+        found[fusion] = each, count - each * LAYERS
     return found

@@ -248,6 +248,6 @@ FAMILIES = {
     "BERT": Family(bert, tokens),
     "ViT": Family(vit, images),
     "nn.TransformerEncoderLayer": encoder(norm_first=False),
-    "nn.TransformerEncoderLayer, norm first": encoder(norm_first=True),
+    "nn.TransformerEncoderLayer (norm first)": encoder(norm_first=True),
     "torchtitan-style block": Family(titan, activations, ("sdpa",)),
 }
