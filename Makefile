@@ -6,7 +6,7 @@ export VENV PYTHON
 
 RUN := $(VENV)/bin/python
 
-.PHONY: help demo test fuzz lint format test-versions clean
+.PHONY: help demo test test-all fuzz lint format test-versions clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,7 +18,10 @@ test: $(VENV)/ready-test ## set up, then run the tests (PYTEST_ARGS='-m gpu -x')
 	@$(RUN) -m pytest $(PYTEST_ARGS)
 
 fuzz: $(VENV)/ready-test ## run the fuzz tests on thousands of random programs, anew each time
-	@FUSEDBWD_FUZZ=long $(RUN) -m pytest tests/fuzz --hypothesis-show-statistics $(PYTEST_ARGS)
+	@FUSEDBWD_FUZZ=long $(RUN) -m pytest tests/fuzz --hypothesis-show-statistics
+
+test-all: $(VENV)/ready-test ## run every test, slow ones too: more than half an hour
+	@$(RUN) -m pytest -m "slow or not slow" $(PYTEST_ARGS)
 
 lint: $(VENV)/ready-dev ## check formatting, lint and types
 	@$(RUN) -m ruff format --check

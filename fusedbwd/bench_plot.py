@@ -45,11 +45,10 @@ def plot(results: Results, path: Path) -> None:
     shares.grid(alpha=0.3, axis="y")
 
     env = results.environment
-    opt_in = f", fp16 {env['fp16']}" if env.get("fp16") else ""
+    precision = env["matmul_precision"] + (f", fp16 {env['fp16']}" if env.get("fp16") else "")
     figure.suptitle(
-        f"{results.problem}, {results.dtype.removeprefix('torch.')}, "
-        f"matmul precision {env['matmul_precision']}{opt_in}: {env['device']}, torch {env['torch']}, "
-        f"triton {env['triton']}, {env['date'][:10]}",
+        f"{results.problem}, {results.dtype.removeprefix('torch.')}, matmul precision {precision}: "
+        f"{env['device']}, torch {env['torch']}, triton {env['triton']}, {env['date'][:10]}",
         fontsize=10,
     )
     # No date of writing and no random ids, so that the same run gives the same file.

@@ -16,6 +16,7 @@ class Config:
         attention_backward: fuse the attention backward on given probabilities (16-bit dtypes).
         rope_backward: fuse RoPE backward, group sums and packing after SDPA's own backward.
         swiglu_backward: fuse the SwiGLU backward into one packed gradient buffer.
+        geglu_backward: the same for GeGLU, gated by tanh or exact GELU.
         gelu_backward: fuse the GELU backward with the bias gradient.
         rms_norm_backward: fuse the RMSNorm backward with residual and weight gradients.
         layer_norm_backward: fuse the LayerNorm backward with residual and parameter gradients.
@@ -41,6 +42,7 @@ class Config:
     attention_backward: bool = True
     rope_backward: bool = True
     swiglu_backward: bool = True
+    geglu_backward: bool = True
     gelu_backward: bool = True
     rms_norm_backward: bool = True
     layer_norm_backward: bool = True

@@ -58,6 +58,13 @@ def _swiglu(width: int, tokens: int) -> tuple[Callable, Shapes]:
     return fn, dict.fromkeys(("linear", "act"), (tokens, width))
 
 
+def _geglu(width: int, tokens: int) -> tuple[Callable, Shapes]:
+    def fn(linear: Tensor, act: Tensor) -> Tensor:
+        return linear * F.gelu(act, approximate="tanh")
+
+    return fn, dict.fromkeys(("linear", "act"), (tokens, width))
+
+
 def _gelu(width: int, tokens: int) -> tuple[Callable, Shapes]:
     def fn(x: Tensor, bias: Tensor) -> Tensor:
         return F.gelu(tag(x + bias, "pre_activation"), approximate="tanh")
@@ -184,6 +191,14 @@ SUBJECTS: dict[str, Subject] = {
             (4096, (_BF16, _FP16)),
             (8192, (_BF16,)),
             (28672, (_BF16,)),
+        ),
+    ),
+    "geglu_backward": Subject(
+        _geglu,
+        (
+            (14336, (_BF16,)),
+            (2048, (_BF16, _FP32)),
+            (9216, (_BF16, _FP16)),
         ),
     ),
     "gelu_backward": Subject(

@@ -31,6 +31,7 @@ from fusedbwd.kernels.attention import (
 )
 from fusedbwd.kernels.fp16_matmul import fp16_matmul_launch
 from fusedbwd.kernels.fp16_parts import fp16_parts_launch, programs
+from fusedbwd.kernels.geglu import geglu_backward_launch
 from fusedbwd.kernels.gelu import gelu_backward_launch
 from fusedbwd.kernels.layer_norm import (
     layer_norm_backward_dx_launch,
@@ -197,6 +198,8 @@ def shipped() -> list[tuple[str, Callable, tuple, int | None]]:
     repeated = empty(4, 1023, 32, 160, dtype=bf16).transpose(1, 2)
     fixed: list[tuple[str, Callable, tuple]] = [
         ("swiglu_backward", swiglu_backward_launch, (wide, wide, wide)),
+        ("geglu_backward, tanh", geglu_backward_launch, (wide, wide, wide, "tanh")),
+        ("geglu_backward, exact", geglu_backward_launch, (wide, wide, wide, "none")),
         (
             "rms_norm_backward",
             rms_norm_backward_launch,

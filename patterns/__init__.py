@@ -1,7 +1,7 @@
 """The fusions, one a file: each a :class:`~fusedbwd.patterns.pattern.Pattern`.
 
-``algebra`` proves rewrites; ``heads``, ``matmuls``, ``norms``, ``rope`` and ``walk`` hold the
-steps that several patterns share.
+``algebra`` proves rewrites; ``gated``, ``heads``, ``matmuls``, ``norms``, ``rope`` and ``walk``
+hold the steps that several patterns share.
 """
 
 from fusedbwd.patterns import (
@@ -9,6 +9,7 @@ from fusedbwd.patterns import (
     bf16_matmuls,
     fp16_scaled,
     fp16x3,
+    geglu_backward,
     gelu_backward,
     layer_norm_backward,
     matmul_gelu_backward,
@@ -24,6 +25,7 @@ PATTERNS: tuple[Pattern, ...] = (
     attention_backward.PATTERN,
     rope_backward.PATTERN,
     swiglu_backward.PATTERN,
+    geglu_backward.PATTERN,
     gelu_backward.PATTERN,
     layer_norm_backward.PATTERN,
     rms_norm_backward.PATTERN,
@@ -35,6 +37,6 @@ PATTERNS: tuple[Pattern, ...] = (
     sum_matmul.PATTERN,
 )
 """Every fusion, in the order in which the passes run: LayerNorm first, because it is an RMSNorm
-of what is centered before."""
+of what is centered before, and GeGLU before GELU, whose bias gradient alone it would take."""
 
 __all__ = ["PATTERNS", "Miss", "Pattern", "Rewrite"]

@@ -39,6 +39,7 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 _CAST = prims.convert_element_type.default
+_REPEATING = (*VIEWS, aten.clone.default, aten.expand.default, aten.unsqueeze.default)
 
 
 def _prove(match: Match) -> Rewrite:
@@ -243,7 +244,7 @@ def _unrepeated(node: fx.Node) -> tuple[fx.Node, int]:
     """[B, K, S, D] and the group size, behind ``unsqueeze(2).expand(…).reshape(…)``."""
     inner = node
     steps: list[fx.Node] = []
-    while inner.op == "call_function" and len(steps) < 4:
+    while inner.target in _REPEATING and len(steps) < 4:
         steps.append(inner)
         if inner.target is aten.unsqueeze.default:
             break

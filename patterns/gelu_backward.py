@@ -80,18 +80,10 @@ def _rewrite(grad: fx.Node, x: fx.Node, dx: fx.Node, approximate: str) -> Rewrit
 def _spelled_out(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     """The gradient, the input and its gradient of a GELU that is written with ``node``."""
     gradients = gradient_nodes(node.graph)
-    x = None if node in gradients else _input(node)
+    x = None if node in gradients else input_of(node)
     if x is None:
         return None
-    a, half = monomial(x), constant(0.5)
-    if node.target is aten.tanh.default:
-        t = monomial(Function("tanh", normal_form(node.args[0], (x,)).canonical()))
-        inner = constant(math.sqrt(2 / math.pi)) * (constant(1.0) + a**2 * (3 * _CUBIC))
-        slope = half * (constant(1.0) + t) + half * a * (constant(1.0) - t**2) * inner
-    else:
-        t = monomial(Function("erf", normal_form(node.args[0], (x,)).canonical()))
-        density = monomial(Function("exp", a**2 * -0.5)) * (1 / math.sqrt(2 * math.pi))
-        slope = half * (constant(1.0) + t) + a * density
+    _, slope = value_and_slope(node, x)
     for grad in _gradients_beside(node, gradients):
         for top in sums_above(grad):
             if computes(top, monomial(grad) * slope, (grad, x)):
@@ -99,7 +91,7 @@ def _spelled_out(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     raise Miss(f"no sum is the gradient of the GELU of {x.name} spelled with {node.name}")
 
 
-def _input(node: fx.Node) -> fx.Node | None:
+def input_of(node: fx.Node) -> fx.Node | None:
     """The x of which ``node`` is tanh(sqrt(2/pi) (x + 0.044715 x^3)) or erf(x / sqrt(2))."""
 
     def argument(x: Poly) -> Poly:
@@ -115,6 +107,21 @@ def _input(node: fx.Node) -> fx.Node | None:
         if is_arithmetic(x) and len(todo) < _MAX_DESCENT:
             todo.extend(a for a in x.args if isinstance(a, fx.Node))
     return None
+
+
+def value_and_slope(node: fx.Node, x: fx.Node) -> tuple[Poly, Poly]:
+    """GELU of ``x``, spelled with the tanh or erf ``node``, and its derivative."""
+    a, half = monomial(x), constant(0.5)
+    name = "tanh" if node.target is aten.tanh.default else "erf"
+    t = monomial(Function(name, normal_form(node.args[0], (x,)).canonical()))
+    if name == "tanh":
+        inner = constant(math.sqrt(2 / math.pi)) * (constant(1.0) + a**2 * (3 * _CUBIC))
+        spread = half * a * (constant(1.0) - t**2) * inner
+    else:
+        density = monomial(Function("exp", a**2 * -0.5)) * (1 / math.sqrt(2 * math.pi))
+        spread = a * density
+    phi = half * (constant(1.0) + t)
+    return a * phi, phi + spread
 
 
 def _gradients_beside(node: fx.Node, gradients: set[fx.Node]) -> list[fx.Node]:

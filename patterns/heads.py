@@ -7,7 +7,7 @@ from torch import fx
 
 from fusedbwd.graph import same_size, value
 from fusedbwd.patterns.pattern import only_user
-from fusedbwd.patterns.walk import VIEWS, cat_of
+from fusedbwd.patterns.walk import VIEWS, concatenation
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ def flattened(node: fx.Node) -> fx.Node | None:
 def joined(parts: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
     """The concatenation of columns that alone uses ``parts``, as where one projection makes q,
     k and v together; ``parts`` themselves where there is none."""
-    whole = cat_of(parts)
+    whole = concatenation(*parts)
     return parts if whole is None else (whole,)
 
 

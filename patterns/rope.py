@@ -107,10 +107,15 @@ def _halves(node, dy: fx.Node, inside: set[fx.Node]) -> tuple[Poly, ...]:
             return parts[0] + parts[1]
     if node.target is aten.slice.Tensor:
         whole = of(node.args[0])
+        if same_size(value(node).shape, value(node.args[0]).shape):
+            return whole
         if len(whole) == 2:
             return (whole[_half_of(node.args[1:], last, value(node.args[0]).shape[-1])],)
     if node.target is aten.slice_scatter.default:
-        base, source = of(node.args[0]), of(node.args[1])
+        base = of(node.args[0])
+        if value(node.args[1]).shape[-1] == 0:  # nothing of a head is passed by, and added back
+            return base
+        source = of(node.args[1])
         half = _half_of(node.args[2:], last, value(node).shape[-1])
         if len(base) == 2 and len(source) == 1:
             return (source[0], base[1]) if half == 0 else (base[0], source[0])

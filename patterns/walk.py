@@ -70,27 +70,38 @@ def cat_of(parts: tuple[fx.Node, ...]) -> fx.Node | None:
     return whole if alone and (*whole.args, 0)[1] % rank == rank - 1 else None
 
 
-def concatenation(left: fx.Node, right: fx.Node) -> fx.Node | None:
-    """The node that joins ``left`` and ``right``, used for nothing else, along the last
-    dimension: the gradient of a tensor of which both are halves, by ``chunk`` (a ``cat``) or by
-    slices (a sum of the two, each written into zeros)."""
-    if (whole := cat_of((left, right))) is not None:
+def concatenation(*parts: fx.Node) -> fx.Node | None:
+    """The node that joins ``parts``, used for nothing else, in their order along the last
+    dimension: the gradient of a tensor that they are all of, by ``chunk`` or ``split`` (a ``cat``)
+    or by slices (a sum of the parts, each written into zeros)."""
+    if (whole := cat_of(parts)) is not None:
         return whole
-    a, b = only_user(left), only_user(right)
-    if a is None or b is None:
-        return None
-    start, width = value(left).shape[-1], value(left).shape[-1] + value(right).shape[-1]
-    whole = only_user(a)
-    if whole is None or whole != only_user(b):
-        return None
-    is_joined = (
-        whole.target is aten.add.Tensor
-        and not whole.kwargs
-        and same_size(value(whole).shape[-1:], (width,))
-        and _placed(a, left, 0, start)
-        and _placed(b, right, start, width)
-    )
-    return whole if is_joined else None
+    placed, start = [only_user(part) for part in parts], 0
+    for node, part in zip(placed, parts, strict=True):
+        end = start + value(part).shape[-1]
+        if node is None or only_user(node) is None or not _placed(node, part, start, end):
+            return None
+        start = end
+    whole = placed[0]
+    for _ in parts[1:]:
+        whole = only_user(whole)
+        if whole is None or whole.target is not aten.add.Tensor:
+            return None
+        terms = _terms(whole, placed)
+        if len(terms) == len(parts) and set(terms) == set(placed):
+            return whole if same_size(value(whole).shape[-1:], (start,)) else None
+    return None
+
+
+def _terms(node: fx.Node, leaves: list[fx.Node]) -> list[fx.Node]:
+    """What the sum ``node`` adds up, looking into sums that are used for nothing else."""
+    if node in leaves or node.target is not aten.add.Tensor or node.kwargs:
+        return [node]
+    terms = []
+    for a in node.args:
+        is_inner = isinstance(a, fx.Node) and only_user(a) is node
+        terms += _terms(a, leaves) if is_inner else [a]
+    return terms
 
 
 def _placed(node: fx.Node, part: fx.Node, start: int, end: int) -> bool:

@@ -3,6 +3,7 @@
 from fusedbwd.kernels.attention import attention_backward, attention_rope_backward
 from fusedbwd.kernels.fp16_matmul import fp16_matmul
 from fusedbwd.kernels.fp16_parts import fp16_parts
+from fusedbwd.kernels.geglu import geglu_backward
 from fusedbwd.kernels.gelu import gelu_backward
 from fusedbwd.kernels.layer_norm import (
     layer_norm_backward,
@@ -26,6 +27,7 @@ __all__ = [
     "attention_rope_backward",
     "fp16_matmul",
     "fp16_parts",
+    "geglu_backward",
     "gelu_backward",
     "layer_norm_backward",
     "layer_norm_backward_dx",

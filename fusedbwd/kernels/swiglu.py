@@ -85,14 +85,27 @@ def _swiglu_backward_kernel(
 def swiglu_backward_launch(
     grad: torch.Tensor, act: torch.Tensor, linear: torch.Tensor, linear_first: bool = False
 ) -> torch.Tensor:
-    """Launches the kernel: one program a tile of 1024 elements, 16-byte loads."""
+    """Launches the kernel."""
+    return launch_packed(_swiglu_backward_kernel, grad, act, linear, linear_first)
+
+
+def launch_packed(
+    kernel,
+    grad: torch.Tensor,
+    act: torch.Tensor,
+    linear: torch.Tensor,
+    linear_first: bool,
+    **constants: bool,
+) -> torch.Tensor:
+    """Launches the ``kernel`` of a gated activation: one program a tile of 1024 elements, 16-byte
+    loads. ``constants`` are its own."""
     grad, act, linear = unit_stride(grad), unit_stride(act), unit_stride(linear)
     tokens, width = act.shape
     packed = act.new_empty((tokens, 2 * width))
     columns = min(1024, next_power_of_2(width))
     rows = 1024 // columns
     grid = ((tokens + rows - 1) // rows, (width + columns - 1) // columns)
-    launch(_swiglu_backward_kernel, grid)(
+    launch(kernel, grid)(
         grad,
         act,
         linear,
@@ -101,6 +114,7 @@ def swiglu_backward_launch(
         grad.stride(0),
         act.stride(0),
         linear.stride(0),
+        **constants,
         D_ACT=width if linear_first else 0,
         D_LINEAR=0 if linear_first else width,
         WIDTH=width,

@@ -8,6 +8,7 @@ from checks import run
 from torch.utils import _pytree as pytree
 
 from fusedbwd.kernels import (
+    geglu_backward,
     gelu_backward,
     layer_norm_backward,
     layer_norm_backward_dx,
@@ -40,6 +41,7 @@ def arguments(op, tokens, device):
     h, k, m = (t.half() for t in (a, b, torch.randn(WIDTH, WIDTH, device=device)))
     return {
         swiglu_backward: (a, b, c),
+        geglu_backward: (a, b, c, "tanh"),
         gelu_backward: (a, b, "tanh"),
         rms_norm_backward: (a, b, weight, stat, eps, None, c, 1.0, torch.float32),
         rms_norm_backward_dx: (a, b, weight, stat, eps, c, 1.0, torch.float32),

@@ -75,6 +75,10 @@ SPELLINGS = {
         lambda q, k, v: grouped()(*(x.transpose(1, 2) for x in (q, k, v))),
         {"q": ("b", "s", HEADS, DIM)} | dict.fromkeys("kv", ("b", "s", KV_HEADS, DIM)),
     ),
+    "split from one tensor": (
+        lambda x: attention(*(z.unflatten(-1, (-1, DIM)).transpose(1, 2) for z in x.chunk(3, -1))),
+        {"x": ("b", "s", 3 * HEADS * DIM)},
+    ),
 }
 
 

@@ -1,5 +1,7 @@
 """What surrounds SDPA's backward: group sums, RoPE, packing for the projections."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from harness import KINDS, joint_graph, wide
 
 from fusedbwd import Config
 from fusedbwd.fuse import fuse
+from fusedbwd.graph import value
 
 PATTERN = "rope_backward"
 
@@ -72,6 +75,19 @@ def one_projection(x, cos, sin, mq):
     return merged(sdpa(rope(q, cos, sin), rope(k, cos, sin), v, enable_gqa=True))
 
 
+def slices_of_one(x, cos, sin, mq, rotated=rope):
+    """As Phi-3: q, k and v are slices of one projection."""
+    y = x @ mq
+    ends = [0, HEADS * DIM, (HEADS + KV_HEADS) * DIM, (HEADS + 2 * KV_HEADS) * DIM]
+    q, k, v = (y[..., a:b].unflatten(-1, (-1, DIM)).transpose(1, 2) for a, b in pairwise(ends))
+    return merged(sdpa(rotated(q, cos, sin), rotated(k, cos, sin), v, enable_gqa=True))
+
+
+def nothing_passes_by(x, cos, sin, mq):
+    """As Phi-3 without partial rotary: an empty rest of each head is joined to it."""
+    return slices_of_one(x, cos, sin, mq, lambda *args: partial(*args, DIM))
+
+
 def sdpa(q, k, v, is_causal=True, **options):
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, **options)
 
@@ -85,6 +101,11 @@ def shapes(kv_heads=KV_HEADS, table=TABLE):
         "mk": (WIDTH, kv_heads * DIM),
         "mv": (WIDTH, kv_heads * DIM),
     }
+
+
+def one_weight(more=0):
+    weight = (WIDTH, (HEADS + 2 * KV_HEADS) * DIM + more)
+    return {name: shapes()[name] for name in ("x", "cos", "sin")} | {"mq": weight}
 
 
 @pytest.fixture
@@ -108,11 +129,10 @@ SPELLINGS = {
     "chunks": (layer(rotated=lambda *a: rope(*a, rotate_chunk)), shapes()),
     "one table for all": (layer(), shapes(table=(1, "s", DIM))),
     "RoPE in float32": (layer(rotated=rope_in_float32), shapes()),
-    "one projection for all": (
-        one_projection,
-        {n: s for n, s in shapes().items() if n != "mk" and n != "mv"}
-        | {"mq": (WIDTH, (HEADS + 2 * KV_HEADS) * DIM)},
-    ),
+    "one projection for all": (one_projection, one_weight()),
+    "slices of one": (slices_of_one, one_weight()),
+    "slices of one, and more": (slices_of_one, one_weight(3)),
+    "nothing passes by": (nothing_passes_by, one_weight()),
     "not causal, scaled": (layer(is_causal=False, scale=0.3), shapes()),
 }
 
@@ -128,6 +148,16 @@ def test_spellings(check_frozen, name, dtype, dynamic):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 def test_more_dtypes(check_frozen, dtype):
     check_frozen(layer(), shapes(), dtype, fires=1)
+
+
+@pytest.mark.parametrize("fn", [one_projection, slices_of_one])
+def test_packed_projection(fn):
+    """The fused op writes the gradient of the one projection itself."""
+    gm, _ = joint_graph(fn, one_weight(), torch.bfloat16, frozen=("cos", "sin"))
+    assert fuse(gm.graph, Config()).counts() == {PATTERN: 1}
+    joining = (aten.cat.default, aten.slice_scatter.default, aten.add.Tensor)
+    left = [n for op in joining for n in gm.graph.find_nodes(op="call_function", target=op)]
+    assert not [n for n in left if value(n).shape[-1] == (HEADS + 2 * KV_HEADS) * DIM]
 
 
 def test_one_row(check_frozen):

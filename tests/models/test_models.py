@@ -1,0 +1,77 @@
+"""Whole models train as in eager: the loss and every gradient, and what was fused on the way.
+
+In CI each family runs once, in float32, and its fused graphs run as they were traced; the slow
+tests compile them, in either dtype and with each attention implementation.
+"""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from comparison import compare
+from families import FAMILIES
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "results" / "models.json"
+FLOATS = (torch.float32, torch.bfloat16)
+MATRIX = [
+    pytest.param(name, attention, dtype, id=f"{name}, {attention}, {dtype}")
+    for name, family in FAMILIES.items()
+    for attention in family.attentions
+    for dtype in FLOATS
+]
+
+
+def committed(name, attention, dtype):
+    """How often each fusion fires, by the results that docs/models.md shows."""
+    key = [name, attention, str(dtype).removeprefix("torch.")]
+    rows = json.loads(RESULTS.read_text())["rows"]
+    (row,) = (r for r in rows if [r["model"], r["attention"], r["dtype"]] == key)
+    return row["counts"]
+
+
+def assert_right(comparison):
+    over = {n: f"{e:.2e}, allowed {a:.2e}" for n, (e, a) in comparison.errors.items() if not e <= a}
+    assert not over, over
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_float32(name):
+    attention = FAMILIES[name].attentions[0]
+    found = compare(name, attention, torch.float32, inductor=False)
+    assert_right(found)
+    assert found.report.counts() == committed(name, attention, torch.float32), found.report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "attention", "dtype"), MATRIX)
+def test_compiled(name, attention, dtype):
+    found = compare(name, attention, dtype)
+    assert_right(found)
+    assert found.report.counts() == committed(name, attention, dtype), found.report
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "attention", "dtype"), MATRIX)
+def test_on_a_gpu(name, attention, dtype):
+    """What fires there is up to the gate too."""
+    assert_right(compare(name, attention, dtype, device="cuda"))
+
+
+def test_the_page_is_current():
+    script = runpy.run_path(str(ROOT / "scripts" / "models.py"))
+    assert script["main"](["--check"]) == 0
+
+
+@pytest.mark.slow
+def test_the_example(capsys, device):
+    """Losses of few steps coincide, and what it prints says what was fused."""
+    example = runpy.run_path(str(ROOT / "examples" / "train_llama.py"))
+    arguments = ["--steps", "8", "--batch", "2", "--seq", "16", "--device", device]
+    assert example["main"](arguments) == 0
+    assert "rms_norm_backward x9" in capsys.readouterr().out
