@@ -153,29 +153,28 @@ def unbatched(run: Callable, gm: fx.GraphModule) -> Callable:
     return backward
 
 
-class _HooksGuarded(contextlib.ContextDecorator):
-    """Inside, Dynamo also guards on modules' hooks being none.
+class _HooksGuarded(threading.local):
+    """Inside, Dynamo also guards on modules' having no hooks.
 
     By default it leaves that out, and a hook added after the first call is silently not called.
-    The setting is read when guards are made, so it is changed for the calls only; nested calls
-    and those of other threads share the change, and the last one to leave undoes it.
+    The setting is read when guards are made, so it is changed for the calls only. Settings are
+    each thread's own, as from torch 2.13 on Dynamo's are; before, two threads whose calls overlap
+    may leave this one on, which is the safe side.
     """
 
-    def __init__(self) -> None:
-        self._lock, self.inside, self._before = threading.Lock(), 0, True
+    inside = 0
+    _before = True
 
     def __enter__(self) -> None:
-        with self._lock:
-            if self.inside == 0:
-                self._before = dynamo_config.skip_nnmodule_hook_guards
-                dynamo_config.skip_nnmodule_hook_guards = False
-            self.inside += 1
+        if self.inside == 0:
+            self._before = dynamo_config.skip_nnmodule_hook_guards
+            dynamo_config.skip_nnmodule_hook_guards = False
+        self.inside += 1
 
     def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self.inside -= 1
-            if self.inside == 0:
-                dynamo_config.skip_nnmodule_hook_guards = self._before
+        self.inside -= 1
+        if self.inside == 0:
+            dynamo_config.skip_nnmodule_hook_guards = self._before
 
 
 hooks_guarded = _HooksGuarded()

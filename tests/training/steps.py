@@ -53,5 +53,6 @@ def assert_same_steps(
 
 
 def _like(t, module):
-    """Floating inputs in the dtype of the module's parameters."""
-    return t.to(next(module.parameters()).dtype) if t.is_floating_point() else t
+    """On the module's device; floating inputs in the dtype of its parameters."""
+    parameter = next(module.parameters())
+    return t.to(parameter) if t.is_floating_point() else t.to(parameter.device)

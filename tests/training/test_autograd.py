@@ -54,8 +54,12 @@ HOOKS = (
 
 
 @pytest.mark.filterwarnings("ignore::fusedbwd.FusedBwdWarning")  # backward hooks break graphs
-@pytest.mark.parametrize("when", ["before compiling", "after the first call"])
-@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__name__)
+@pytest.mark.parametrize(
+    ("hook", "when"),
+    [(hook, "after the first call") for hook in HOOKS]
+    + [(hook, "before compiling") for hook in (forward_hook, full_backward_hook)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_hooks(hook, when, graphs):
     """Called as often as in eager, what they change is changed, and removed they are gone."""
     eager = make(TinyBlock)
