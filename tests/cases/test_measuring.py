@@ -5,11 +5,12 @@ import threading
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from fusedbwd import bench, export_backward
 from fusedbwd.problems import PROBLEMS
-from fusedbwd.verify import check_gradients, contract_violations
+from fusedbwd.verify import contract_violations, verify
 
 pytestmark = pytest.mark.gpu
 
@@ -21,11 +22,13 @@ def exported(request):
     return problem, module, export_backward(module, saved=problem.schema(module))
 
 
-def test_one_variant_against_itself(exported):
+def test_one_variant_against_itself():
     """The ratio of two medians of one variant is 1; anything else would be the clock's doing."""
-    problem, module, bwd = exported
+    problem = PROBLEMS["ffn_gelu_backward"]
+    module = problem.build(device="cuda")
+    bwd = export_backward(module, saved=problem.schema(module))
     fns = {name: lambda inputs: bwd(**inputs) for name in ("first", "second")}
-    result = bench.bench_case(problem, module, fns, (8, 256), calls=100)
+    result = bench.bench_case(problem, module, fns, (16, 919), calls=100)
     first, second = result.timings
     assert first.ok and second.ok
     assert abs(first.p50_ms / second.p50_ms - 1) <= 0.03
@@ -35,7 +38,7 @@ def kernels_of(call) -> list[str]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         call()
         torch.cuda.synchronize()
-    return [event.name for event in profiled.events() if "Memset" not in event.name]
+    return [e.name for e in profiled.events() if e.device_type == DeviceType.CUDA]
 
 
 def test_a_call_does_not_depend_on_addresses_or_calls_before(exported):
@@ -54,5 +57,4 @@ def test_a_call_does_not_depend_on_addresses_or_calls_before(exported):
     assert all(torch.equal(t, inputs[n]) for n, t in given.items() if isinstance(t, Tensor))
     assert threading.active_count() == threads
     assert kernels_of(lambda: bwd(**moving.next())) == kernels
-    fresh = problem.inputs(module, 2, 33, seed=7)
-    assert all(c.ok for c in check_gradients(problem, bwd.schema, fresh, bwd(**fresh)))
+    assert all(check.ok for check in verify(problem, module, bwd, [(2, 33)], seed=7, rounds=10))
