@@ -51,8 +51,8 @@ _LARGE = 2.0**-7  # a magnitude beside which lost bits do not count
 
 
 def programs(device: torch.device) -> int:
-    """Programs a tensor; each leaves two maxima and a flag."""
-    return 4 * sm_count(device)
+    """Programs a tensor, as many as run at a time; each leaves two maxima and a flag."""
+    return 2 * sm_count(device)
 
 
 def results_per_tensor(parts: int) -> int:
@@ -223,7 +223,7 @@ def _split_matrix(
             exponent = right
         unsafe = 0
         peak = tl.zeros([SEGMENT, SEGMENT], tl.float32)
-        for block in tl.range(program, blocks, PROGRAMS):
+        for block in tl.range(program, blocks, PROGRAMS, num_stages=3):
             # The last block of a row or column lies on the one before it, and writes the same
             # there: a short segment would seldom have a large element.
             row = tl.maximum(tl.minimum(block // across * SEGMENT, rows - SEGMENT), 0)
@@ -367,7 +367,7 @@ def fp16_parts_launch(xs: Sequence[torch.Tensor], parts: int) -> list[torch.Tens
             PROGRAMS=count,
             PADDED=next_power_of_2(count),
             SEGMENT=_SEGMENT,
-            num_warps=4,
+            num_warps=8,
         )
     return [result for r in results for result in r]
 
