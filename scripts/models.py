@@ -22,8 +22,8 @@ from tabulate import tabulate
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "models")]
 
-from comparison import LOSS, compare, per_layer  # noqa: E402
-from families import FAMILIES, LAYERS  # noqa: E402
+from comparison import LOSS, ROUNDS, compare, per_layer  # noqa: E402
+from families import CONFIGURATIONS, FAMILIES, LAYERS  # noqa: E402
 
 from fusedbwd.report import Report  # noqa: E402
 
@@ -34,13 +34,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def matrix(names: list[str]) -> list[tuple[str, str, str]]:
     """Model, attention and dtype of every row."""
-    return [
-        (name, attention, dtype)
-        for attention in ("sdpa", "eager")
-        for dtype in DTYPES
-        for name in names
-        if attention in FAMILIES[name].attentions
-    ]
+    return [(n, a, d) for n, a, d in CONFIGURATIONS if n in names]
 
 
 def key(row: dict) -> tuple:
@@ -65,6 +59,7 @@ def measure(name: str, attention: str, dtype: str, inductor: bool) -> dict:
         "part": part,
         "gradients": len(found.errors) - 1,
         "inductor": inductor,
+        "rounds": ROUNDS,
     }
 
 
@@ -91,6 +86,7 @@ def tables(results: dict) -> str:
                     "{:.1e} of {:.1e}".format(*r["loss"]),
                     "{:.1e} of {:.1e}, `{}`".format(*r["worst"][1:], r["worst"][0]),
                     f"{r['part']:.2f}",
+                    r["rounds"],
                 )
                 for r in results["rows"]
                 if (r["dtype"], r["attention"]) == (dtype, attention)
@@ -110,6 +106,7 @@ HEADERS = (
     "loss error of budget",
     "gradient nearest its budget",
     "part",
+    "batches",
 )
 
 

@@ -251,3 +251,10 @@ FAMILIES = {
     "nn.TransformerEncoderLayer (norm first)": encoder(norm_first=True),
     "torchtitan-style block": Family(titan, activations, ("sdpa",)),
 }
+
+CONFIGURATIONS = [(name, family.attentions[0], "float32") for name, family in FAMILIES.items()] + [
+    (name, attention, "bfloat16")
+    for name, family in FAMILIES.items()
+    for attention in family.attentions
+]
+"""Model, attention and dtype of what is tested. In float32 no fusion is of eager attention."""

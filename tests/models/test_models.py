@@ -11,24 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 from comparison import compare
-from families import FAMILIES
+from families import CONFIGURATIONS, FAMILIES
 
 pytest.importorskip("transformers")
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "models.json"
-FLOATS = (torch.float32, torch.bfloat16)
-MATRIX = [
-    pytest.param(name, attention, dtype, id=f"{name}, {attention}, {dtype}")
-    for name, family in FAMILIES.items()
-    for attention in family.attentions
-    for dtype in FLOATS
-]
+MATRIX = pytest.mark.parametrize(("name", "attention", "dtype"), CONFIGURATIONS)
 
 
 def committed(name, attention, dtype):
     """How often each fusion fires, by the results that docs/models.md shows."""
-    key = [name, attention, str(dtype).removeprefix("torch.")]
+    key = [name, attention, dtype]
     rows = json.loads(RESULTS.read_text())["rows"]
     (row,) = (r for r in rows if [r["model"], r["attention"], r["dtype"]] == key)
     return row["counts"]
@@ -44,23 +38,23 @@ def test_float32(name):
     attention = FAMILIES[name].attentions[0]
     found = compare(name, attention, torch.float32, inductor=False)
     assert_right(found)
-    assert found.report.counts() == committed(name, attention, torch.float32), found.report
+    assert found.report.counts() == committed(name, attention, "float32"), found.report
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "attention", "dtype"), MATRIX)
+@MATRIX
 def test_compiled(name, attention, dtype):
-    found = compare(name, attention, dtype)
+    found = compare(name, attention, getattr(torch, dtype))
     assert_right(found)
     assert found.report.counts() == committed(name, attention, dtype), found.report
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "attention", "dtype"), MATRIX)
+@MATRIX
 def test_on_a_gpu(name, attention, dtype):
     """What fires there is up to the gate too."""
-    assert_right(compare(name, attention, dtype, device="cuda"))
+    assert_right(compare(name, attention, getattr(torch, dtype), device="cuda"))
 
 
 def test_the_page_is_current():
