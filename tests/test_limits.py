@@ -117,7 +117,8 @@ def test_graph_breaks(breaks, places, why):
     assert message.startswith("Broken: compiled in pieces") and "fullgraph=True" in message
     assert call(compiled) == []  # once
     graphs, *found = notes(compiled)
-    assert int(graphs.split()[0]) >= 2
+    # A loop with a break is run as eager, and each block in it is a graph, the same for all.
+    assert int(graphs.split()[0]) >= (1 if breaks == "loop" else 2)
     assert len(found) == places
     for note in found:
         assert note.startswith(f"graph break at {__file__}:") and why in note and note in message
