@@ -117,7 +117,8 @@ def test_graph_breaks(breaks, places, why):
     assert message.startswith("Broken: compiled in pieces") and "fullgraph=True" in message
     assert call(compiled) == []  # once
     graphs, *found = notes(compiled)
-    assert int(graphs.split()[0]) >= 2
+    # A loop with a break is run as eager, and each block in it is a graph, the same for all.
+    assert int(graphs.split()[0]) >= (1 if breaks == "loop" else 2)
     assert len(found) == places
     for note in found:
         place = "in a loop" if breaks == "loop" else f"at {__file__}:"
@@ -186,14 +187,15 @@ def test_a_compiled_part_of_a_compiled_module(tiny):
 
 
 def test_a_compiled_part_of_a_plain_torch_compile(tiny):
-    """Its fusions are lost, and that is said, once."""
+    """Its fusions are lost, and that is said, once; from torch 2.14 on, where Dynamo does not come
+    by the call that it replaces, in the report alone."""
     part = compiled_tiny(tiny)
     whole = nn.Sequential(part, copy.deepcopy(tiny))
     whole.compile(backend="aot_eager", fullgraph=True)
-    (message,) = call(whole)
-    assert message == f"TinyBlock: {limits.TRACED_BY_OTHERS}"
+    said = [] if torch.__version__ >= (2, 14) else [limits.TRACED_BY_OTHERS]
+    assert call(whole) == [f"TinyBlock: {warning}" for warning in said]
     assert call(whole) == []
-    assert notes(part)[1:] == [limits.TRACED_BY_OTHERS]
+    assert notes(part)[0].startswith("nothing is compiled") and notes(part)[1:] == said
     assert_as_eager(whole, nn.Sequential(copy.deepcopy(tiny), copy.deepcopy(tiny)), 2, 5)
     # On its own it goes on being fused.
     assert call(part) == []
