@@ -19,6 +19,7 @@ PACKED = {"m": (WIDTH, 2 * WIDTH)}
 
 SWIGLU = {"swiglu_backward": 1}
 GELU = {"gelu_backward": 1}
+GEGLU = {"geglu_backward": 1}
 RMS = {"rms_norm_backward": 1}
 LAYER = {"layer_norm_backward": 1}
 ATTENTION = {"attention_backward": 1}
@@ -187,10 +188,10 @@ GELUS = {
     "GELU: NewGELU, no bias": Spelling(
         lambda x, m: new_gelu(x @ m), reason="no bias gradient is summed"
     ),
-    "GELU: GeGLU": Spelling(lambda x, m1, m2, b: F.gelu(x @ m1 + b) * (x @ m2), GELU, dynamic=True),
-    "GELU: GeGLU, no bias": Spelling(
-        lambda x, m1, m2: F.gelu(x @ m1) * (x @ m2), reason="no bias gradient"
+    "GELU: GeGLU": Spelling(
+        lambda x, m1, m2, b: F.gelu(x @ m1 + b) * (x @ m2), GEGLU, dynamic=True
     ),
+    "GELU: GeGLU, no bias": Spelling(lambda x, m1, m2: F.gelu(x @ m1) * (x @ m2), GEGLU),
 }
 
 
