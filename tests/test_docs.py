@@ -93,7 +93,7 @@ def test_scripts_and_api_that_the_pages_name_exist():
             assert (ROOT / "scripts" / script).exists(), f"{page.name}: {script}"
         for name in re.findall(r"fusedbwd\.(\w+)\(", text):
             assert hasattr(fusedbwd, name), f"{page.name}: fusedbwd.{name}"
-        for module in re.findall(r"`((?:fusedbwd|patterns)/[\w/]+\.py)`", text):
+        for module in re.findall(r"`((?:fusedbwd|patterns|tests|examples)/[\w/]+\.py)`", text):
             assert (ROOT / module).exists(), f"{page.name}: {module}"
 
 

@@ -8,6 +8,8 @@ from checks import run
 from torch.utils import _pytree as pytree
 
 from fusedbwd.kernels import (
+    fp16_matmul,
+    fp16_parts,
     geglu_backward,
     gelu_backward,
     layer_norm_backward,
@@ -59,7 +61,16 @@ def arguments(op, tokens, device):
         sum_matmul: ([h, k], [m, m + 1], c, torch.float32),
         matmul_swiglu_backward: (h, m, k, k + 1),
         matmul_gelu_backward: (h, m, k, "tanh"),
+        fp16_parts: ([a, b], 1),
+        fp16_matmul: (a, m.float(), *in_parts(a, m.float()), c),
     }[op]
+
+
+def in_parts(*xs):
+    """The float16 parts of each, with its maxima and flags."""
+    parts = fp16_parts(list(xs), 2)
+    each = len(parts) // len(xs)
+    return [parts[i : i + each] for i in range(0, len(parts), each)]
 
 
 # The ops on rows of tokens; those on heads are tested in test_attention and test_rope.
@@ -89,8 +100,8 @@ def test_kernel_has_the_shapes_that_the_op_declares(op, device):
         assert actual.stride() == declared.stride()
 
 
-# But for round_to, whose tensors have nothing to do with each other.
-@pytest.mark.parametrize("op", [op for op in OPS if op != round_to], ids=str)
+# But for those whose tensors have nothing to do with each other.
+@pytest.mark.parametrize("op", [op for op in OPS if op not in (round_to, fp16_parts)], ids=str)
 def test_fewer_gradients_than_rows(op):
     """Said while the graph is traced: the kernels would read past the end."""
     grad, *rest = arguments(op, 7, "meta")
@@ -99,6 +110,8 @@ def test_fewer_gradients_than_rows(op):
     else:
         name, fewer = "grad", grad[:6]
     message = f"{name}: expected shape [7, 48], got [6, 48]"
+    if op == fp16_matmul:
+        message = "a_parts[0]: expected shape [6, 48], got [7, 48]"
     with pytest.raises(RuntimeError, match=re.escape(message)):
         op(fewer, *rest)
 
@@ -156,7 +169,8 @@ def test_inputs_are_not_written_and_results_repeat(op, device):
     assert len({*storages}) == len({*(id(t) for t in tensors)}) + len(first) + len(second)
 
 
-@over_ops
+# But for those whose results are float16, or in float32 by their name.
+@pytest.mark.parametrize("op", [op for op in OPS if op not in (fp16_parts, fp16_matmul)], ids=str)
 def test_float64_is_computed_in_float64(op, device):
     args = pytree.tree_map_only(torch.Tensor, torch.Tensor.double, list(arguments(op, 7, device)))
     args = [torch.float64 if isinstance(a, torch.dtype) else a for a in args]
