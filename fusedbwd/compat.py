@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
+from torch._dynamo import eval_frame
 from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters, graph_break_reasons
@@ -67,6 +68,12 @@ _LIMIT = "Dynamo recompile limit exceeded"
 def under_function_transform() -> bool:
     """Whether a transform of ``torch.func`` is active, under which Dynamo compiles nothing."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def compiling() -> bool:
+    """Whether Dynamo compiles what is called: it is not switched off, nor under a transform."""
+    off = torch._dynamo.config.disable or eval_frame._stance.stance == "force_eager"
+    return not off and not under_function_transform()
 
 
 def is_batched(argument: object) -> bool:
