@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -71,9 +72,15 @@ def under_function_transform() -> bool:
 
 
 def compiling() -> bool:
-    """Whether Dynamo compiles what is called: it is not switched off, nor under a transform."""
-    off = torch._dynamo.config.disable or eval_frame._stance.stance == "force_eager"
-    return not off and not under_function_transform()
+    """Whether Dynamo is not switched off."""
+    return not torch._dynamo.config.disable and eval_frame._stance.stance != "force_eager"
+
+
+def has_compiled(code: object) -> bool:
+    """Whether Dynamo has something compiled for ``code``, since it was last reset."""
+    if not isinstance(code, types.CodeType):
+        return False
+    return bool(eval_frame._debug_get_cache_entry_list(code))
 
 
 def is_batched(argument: object) -> bool:

@@ -63,8 +63,10 @@ class Limits:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Notes what Dynamo gives up on inside the block, and warns of the first of each kind."""
-        if compat.under_function_transform():
+        if compat.under_function_transform():  # Dynamo's own words on it are about no break
             self._note("transform", FUNCTION_TRANSFORM, [FUNCTION_TRANSFORM])
+            yield
+            return
         breaks, limits = len(compat.graph_breaks()), compat.recompile_limits_hit()
         given_up, runs = compat.given_up(), self.graph_runs
         try:
@@ -88,6 +90,7 @@ class Limits:
             is_past_limit = (
                 self.frame in self._frames_past_limit
                 and self.graph_runs == runs
+                and compat.has_compiled(self.frame)
                 and compat.compiling()
             )
         if places:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from trained import HIDDEN, TINY_COUNTS, TinyBlock, assert_as_eager, compiled_tiny
 
 import fusedbwd
@@ -113,6 +114,17 @@ def test_the_recompile_limit_of_a_class():
     for layer in (*layers[2:], other):
         nothing, limit = notes(layer)
         assert "past the recompile limit" in nothing and limit == limits.RECOMPILE_LIMIT
+    torch._dynamo.reset()
+    again = fusedbwd.compile(Indexed(7))
+    assert call(again) == [] and notes(again) == ["1 graph compiled"]
+    traced = fusedbwd.compile(Indexed(8))
+    torch._dynamo.reset()
+    with (
+        torch._dynamo.config.patch(error_on_nested_fx_trace=False),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error", FusedBwdWarning)
+        make_fx(traced)(torch.randn(2, 5, HIDDEN))  # which is no call that Dynamo compiles
 
 
 # --- graph breaks
