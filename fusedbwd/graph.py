@@ -159,6 +159,35 @@ class Relaid:
         self.node.target, self.node.meta["val"] = self.target, self.value
 
 
+def results(graph: fx.Graph) -> list:
+    """What the graph returns, flat: the fake values of its nodes, anything else as it is."""
+    return [value(n) for n in pytree.tree_leaves(graph.output_node().args)]
+
+
+def lay_as_before(graph: fx.Graph, before: Sequence) -> None:
+    """Copies results that were contiguous and no longer are: whoever gets one, a hook or another
+    backward, may have reason to rely on it.
+
+    Args:
+        before: the :func:`results` of then.
+    """
+    output = graph.output_node()
+    flat, spec = pytree.tree_flatten(output.args)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node, was in zip(flat, before, strict=True):
+        now = value(node)
+        if not isinstance(node, fx.Node) or not isinstance(now, torch.Tensor) or node in copies:
+            continue
+        if same_size(was.stride(), now.stride()) or not was.is_contiguous():
+            continue
+        with graph.inserting_before(output), fake_mode_of(graph):
+            layout = {"memory_format": torch.contiguous_format}
+            copy = graph.call_function(torch.ops.aten.clone.default, (node,), layout)
+            copy.meta = dict(node.meta) | {"val": now.clone(**layout)}
+        copies[node] = copy
+    output.args = pytree.tree_unflatten([copies.get(n, n) for n in flat], spec)
+
+
 def _gives_tensors(node: fx.Node) -> bool:
     return all(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(node.meta.get("val")))
 
@@ -306,8 +335,10 @@ __all__ = [
     "fake_mode_of",
     "gradient_nodes",
     "inline",
+    "lay_as_before",
     "reachable",
     "relaid",
+    "results",
     "same_size",
     "stable_topological_sort",
     "value",

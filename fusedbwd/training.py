@@ -25,7 +25,7 @@ from fusedbwd import compat, passes
 from fusedbwd.config import Config
 from fusedbwd.errors import FusedBwdError, UnsupportedError
 from fusedbwd.fuse import expand_pass, fuse
-from fusedbwd.graph import gradient_nodes
+from fusedbwd.graph import gradient_nodes, lay_as_before, results
 from fusedbwd.limits import Limits, hooks_guarded, unbatched, warn_if_untested
 from fusedbwd.precision import in_force
 from fusedbwd.report import Report
@@ -200,7 +200,9 @@ class Backend:
 
         def fuse_pass(graph: fx.Graph) -> None:
             if gradient_nodes(graph):
+                before = results(graph)
                 reports.append(fuse(graph, self.config))
+                lay_as_before(graph, before)
             else:  # no backward is wanted of this graph
                 expand_pass(graph)
 
