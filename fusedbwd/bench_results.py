@@ -114,7 +114,11 @@ def load(path: Path) -> Results:
             )
             for case in content["cases"]
         ]
-        return Results(**content | {"cases": tuple(cases)})
+        results = Results(**content | {"cases": tuple(cases)})
+        if not cases:
+            raise ValueError("no cases")
+        dict(results.environment)
+        return results
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FusedBwdError(f"{path} holds no benchmark results: {error!r}") from error
 
@@ -237,7 +241,7 @@ def regressions(new: Results, old: Results, tolerance: float = TOLERANCE) -> lis
         f"{case.name}: {case.speed_up():.3f} times the fastest other's speed, was "
         f"{before[case.name]:.3f}"
         for case in shared
-        if case.speed_up() < (1 - tolerance) * before[case.name]
+        if not case.speed_up() >= (1 - tolerance) * before[case.name]  # nor NaN
     ]
 
 

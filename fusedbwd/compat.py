@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
+from torch._dynamo import eval_frame
 from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters, graph_break_reasons
@@ -67,6 +69,18 @@ _LIMIT = "Dynamo recompile limit exceeded"
 def under_function_transform() -> bool:
     """Whether a transform of ``torch.func`` is active, under which Dynamo compiles nothing."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def compiling() -> bool:
+    """Whether Dynamo is not switched off."""
+    return not torch._dynamo.config.disable and eval_frame._stance.stance != "force_eager"
+
+
+def has_compiled(code: object) -> bool:
+    """Whether Dynamo has something compiled for ``code``, since it was last reset."""
+    if not isinstance(code, types.CodeType):
+        return False
+    return bool(eval_frame._debug_get_cache_entry_list(code))
 
 
 def is_batched(argument: object) -> bool:

@@ -24,10 +24,11 @@ from fusedbwd.config import OPT_INS, Config
 from fusedbwd.errors import FusionError
 from fusedbwd.graph import (
     SAVED_KEY,
+    ReadsLayout,
     depends_on,
     gradient_nodes,
     inline,
-    relay,
+    relaid,
     same_size,
     stable_topological_sort,
     value,
@@ -221,9 +222,19 @@ def _apply(graph: fx.Graph, rewrite: Rewrite, anchor: fx.Node) -> None:
                 f"which is {was.dtype} {list(was.shape)}"
             )
     pairs = list(zip(rewrite.outputs, new, strict=True))
-    relaid = [n for old, n in pairs if not same_size(value(old).stride(), value(n).stride())]
+    changed = {
+        old: value(n) for old, n in pairs if not same_size(value(old).stride(), value(n).stride())
+    }
+    try:
+        following = relaid(graph, changed)
+    except ReadsLayout as read:
+        graph.eliminate_dead_code()
+        raise Miss(
+            f"{read.node.name} may read how its operand lies, and the fused op's lies otherwise"
+        ) from None
+    for node in following:
+        node.apply()
     for old, node in pairs:
         old.replace_all_uses_with(node)
     stable_topological_sort(graph)
     graph.eliminate_dead_code()
-    relay(graph, relaid)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor.pattern_matcher import stable_topological_sort
+from torch._library.utils import get_layout_constraint_tag
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
@@ -94,34 +96,124 @@ def inline(
     return [placed[n] if isinstance(n, fx.Node) else n for n in traced.graph.output_node().args[0]]
 
 
-def relay(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Brings what follows ``nodes`` up to date, which lie otherwise than what they replaced.
+class ReadsLayout(Exception):
+    """A node reads how an operand lies, and would get one that lies otherwise."""
 
-    Metadata has the new strides, and a view that they rule out becomes a reshape, which copies.
+    def __init__(self, node: fx.Node):
+        super().__init__(node.name)
+        self.node = node
+
+
+def relaid(graph: fx.Graph, changed: Mapping[fx.Node, torch.Tensor]) -> list[Relaid]:
+    """What follows where nodes get values that lie otherwise than theirs.
+
+    Args:
+        changed: the nodes, with their new fake values.
+
+    Raises:
+        ReadsLayout: for a node that would then read something else, or could not be run.
     """
-    relaid = set(nodes)
+    now: dict[fx.Node, Any] = dict(changed)
+    found = []
     with fake_mode_of(graph), enable_python_dispatcher():
         for node in graph.nodes:
-            if relaid.isdisjoint(node.all_input_nodes) or not _lies_by_inputs(node):
+            if (
+                node in changed
+                or node.op == "output"
+                or now.keys().isdisjoint(node.all_input_nodes)
+            ):
                 continue
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+            target, as_traced = node.target, _is_given_strides(node.target)
+            if not (as_traced or _by_elements(target)):
+                raise ReadsLayout(node)
+            if not _gives_tensors(node):
+                continue
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: now.get(n, value(n)))
             try:
-                now = node.target(*args, **kwargs)
-            except (RuntimeError, ValueError):
-                if node.target is not torch.ops.aten.view.default:
-                    raise
-                node.target = torch.ops.aten.reshape.default
-                now = node.target(*args, **kwargs)
-            if not _same_strides(value(node), now):
-                node.meta["val"] = now
-                relaid.add(node)
+                new = target(*args, **kwargs)
+            except Exception as error:
+                if target is not torch.ops.aten.view.default:
+                    raise ReadsLayout(node) from error
+                target = torch.ops.aten.reshape.default
+                new = target(*args, **kwargs)
+            if target is not node.target or not (as_traced or _same_strides(value(node), new)):
+                now[node] = new
+                found.append(Relaid(node, target, new))
+    return found
 
 
-def _lies_by_inputs(node: fx.Node) -> bool:
-    """Whether running ``node`` on fake values tells how its result lies."""
-    is_op = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
-    tensors = (isinstance(v, torch.Tensor) for v in pytree.tree_leaves(node.meta.get("val")))
-    return node.op == "call_function" and is_op and all(tensors)
+@dataclass
+class Relaid:
+    """A node whose operands lie otherwise than before, and its value then.
+
+    Attributes:
+        target: what it has to call: a view that the new strides rule out is a reshape, which
+            copies.
+    """
+
+    node: fx.Node
+    target: Callable
+    value: Any
+
+    def apply(self) -> None:
+        self.node.target, self.node.meta["val"] = self.target, self.value
+
+
+def results(graph: fx.Graph) -> list:
+    """What the graph returns, flat: the fake values of its nodes, anything else as it is."""
+    return [value(n) for n in pytree.tree_leaves(graph.output_node().args)]
+
+
+def lay_as_before(graph: fx.Graph, before: Sequence) -> None:
+    """Copies results that were contiguous and no longer are: whoever gets one, a hook or another
+    backward, may have reason to rely on it.
+
+    Args:
+        before: the :func:`results` of then.
+    """
+    output = graph.output_node()
+    flat, spec = pytree.tree_flatten(output.args)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node, was in zip(flat, before, strict=True):
+        now = value(node)
+        if not isinstance(node, fx.Node) or not isinstance(now, torch.Tensor) or node in copies:
+            continue
+        if same_size(was.stride(), now.stride()) or not was.is_contiguous():
+            continue
+        with graph.inserting_before(output), fake_mode_of(graph):
+            layout = {"memory_format": torch.contiguous_format}
+            copy = graph.call_function(torch.ops.aten.clone.default, (node,), layout)
+            copy.meta = dict(node.meta) | {"val": now.clone(**layout)}
+        copies[node] = copy
+    output.args = pytree.tree_unflatten([copies.get(n, n) for n in flat], spec)
+
+
+def _gives_tensors(node: fx.Node) -> bool:
+    return all(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(node.meta.get("val")))
+
+
+def _is_given_strides(target: object) -> bool:
+    """Whether ``target`` is a custom op that gets its operands from Inductor as it was traced with
+    them; its fake is run on them as they are."""
+    exact = torch.Tag.needs_exact_strides
+    is_custom = isinstance(target, torch._ops.OpOverload) and not _is_known(target)
+    return is_custom and get_layout_constraint_tag(target) is exact
+
+
+def _by_elements(target: object) -> bool:
+    """Whether what ``target`` computes does not depend on how its operands lie. Of others' kernels
+    that is not known: strides may have been written into the graph."""
+    if target is operator.getitem:
+        return True
+    is_known = isinstance(target, torch._ops.OpOverload) and _is_known(target)
+    return is_known and not any(word in str(target) for word in _LAYOUT_WORDS)
+
+
+def _is_known(op: torch._ops.OpOverload) -> bool:
+    return op.namespace in ("aten", "prims", "fusedbwd")
+
+
+_LAYOUT_WORDS = ("strid", "storage_offset", "contiguous")
 
 
 def _same_strides(was, now) -> bool:
@@ -237,13 +329,16 @@ __all__ = [
     "SAVED_KEY",
     "Extraction",
     "Leak",
+    "ReadsLayout",
     "depends_on",
     "extract",
     "fake_mode_of",
     "gradient_nodes",
     "inline",
+    "lay_as_before",
     "reachable",
-    "relay",
+    "relaid",
+    "results",
     "same_size",
     "stable_topological_sort",
     "value",

@@ -10,7 +10,9 @@ import contextlib
 import functools
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -27,7 +29,7 @@ RECOMPILE_LIMIT = (
     "torch.compile's recompile limit is reached: from here on, calls that no compiled graph fits "
     "run as eager PyTorch. Where sizes vary, compile with dynamic=True or mark the dimensions with "
     "torch._dynamo.mark_dynamic; otherwise raise torch._dynamo.config.recompile_limit. "
-    "TORCH_LOGS=recompiles tells what changed."
+    "Modules of one class count together. TORCH_LOGS=recompiles tells what changed."
 )
 FUNCTION_TRANSFORM = (
     "called under a transform of torch.func (grad, vmap, jvp, ...), where torch.compile does "
@@ -45,46 +47,68 @@ class Limits:
 
     Attributes:
         module: its class, for the warnings.
+        frame: what it shares Dynamo's recompile limit by: the code of its forward.
         notes: lines for the report, each once, in the order in which they came up.
+        graph_runs: how often a compiled graph has run in the module.
     """
 
-    def __init__(self, module: str):
-        self.module = module
+    _frames_past_limit: ClassVar[set[object]] = set()
+
+    def __init__(self, module: str, frame: object):
+        self.module, self.frame = module, frame
         self.notes: list[str] = []
+        self.graph_runs = 0
         self._warned: set[str] = set()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Notes what Dynamo gives up on inside the block, and warns of the first of each kind."""
-        if compat.under_function_transform():
+        if compat.under_function_transform():  # Dynamo's own words on it are about no break
             self._note("transform", FUNCTION_TRANSFORM, [FUNCTION_TRANSFORM])
+            yield
+            return
         breaks, limits = len(compat.graph_breaks()), compat.recompile_limits_hit()
-        given_up = compat.given_up()
+        given_up, runs = compat.given_up(), self.graph_runs
         try:
             yield
-        finally:
-            places = [
-                f"graph break at {place}" for place in _places(compat.graph_breaks()[breaks:])
-            ]
-            if not places:  # of what leaves a whole frame to eager PyTorch, the place is not told
-                whys = {why.partition("\n")[0] for why in compat.given_up() - given_up}
-                places = [f"graph break in a loop, or nested ({why})" for why in sorted(whys)]
-            if places:
-                said = f"compiled in pieces, and nothing is fused across them: {'; '.join(places)}"
-                self._note("break", f"{said}. With fullgraph=True a break is an error.", places)
-            if compat.recompile_limits_hit() > limits:
-                self._note("recompile", RECOMPILE_LIMIT, [RECOMPILE_LIMIT])
+        except BaseException:
+            with contextlib.suppress(FusedBwdWarning):  # made an error: not in that one's place
+                self._note_since(breaks, given_up, limits, runs)
+            raise
+        self._note_since(breaks, given_up, limits, runs)
+
+    def _note_since(self, breaks: int, given_up: Counter[str], limits: int, runs: int) -> None:
+        """Notes what has come up since there were so many graph breaks, limits hit and runs."""
+        places = [f"graph break at {place}" for place in _places(compat.graph_breaks()[breaks:])]
+        if not places:  # of what leaves a whole frame to eager PyTorch, the place is not told
+            whys = {why.partition("\n")[0] for why in compat.given_up() - given_up}
+            places = [f"graph break in a loop, or nested ({why})" for why in sorted(whys)]
+        if compat.recompile_limits_hit() > limits:
+            self._frames_past_limit.add(self.frame)
+            is_past_limit = True
+        else:  # Dynamo tells of the first call past it only, which was another module's
+            is_past_limit = (
+                self.frame in self._frames_past_limit
+                and self.graph_runs == runs
+                and compat.has_compiled(self.frame)
+                and compat.compiling()
+            )
+        if places:
+            said = f"compiled in pieces, and nothing is fused across them: {'; '.join(places)}"
+            self._note("break", f"{said}. With fullgraph=True a break is an error.", places, 7)
+        if is_past_limit:
+            self._note("recompile", RECOMPILE_LIMIT, [RECOMPILE_LIMIT], 7)
 
     def traced(self) -> None:
         """Notes that Dynamo traces the module as a part of another, unless that is one of ours."""
         if not hooks_guarded.inside:
             self._note("traced", TRACED_BY_OTHERS, [TRACED_BY_OTHERS])
 
-    def _note(self, kind: str, warning: str, notes: list[str]) -> None:
+    def _note(self, kind: str, warning: str, notes: list[str], stacklevel: int = 6) -> None:
         self.notes += [note for note in notes if note not in self.notes]
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(f"{self.module}: {warning}", FusedBwdWarning, stacklevel=6)
+            warnings.warn(f"{self.module}: {warning}", FusedBwdWarning, stacklevel=stacklevel)
 
 
 def _places(breaks: Iterable) -> list[str]:

@@ -8,7 +8,6 @@ compilations is changed.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from fusedbwd import compat, passes
 from fusedbwd.config import Config
 from fusedbwd.errors import FusedBwdError, UnsupportedError
 from fusedbwd.fuse import expand_pass, fuse
-from fusedbwd.graph import gradient_nodes
+from fusedbwd.graph import gradient_nodes, lay_as_before, results
 from fusedbwd.limits import Limits, hooks_guarded, unbatched, warn_if_untested
 from fusedbwd.precision import in_force
 from fusedbwd.report import Report
@@ -45,8 +44,6 @@ class Record:
     limits: Limits
     graphs: dict[int, list[Report]] = field(default_factory=dict)
 
-
-_records: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
 
 _running: ContextVar[Record | None] = ContextVar("fusedbwd_running", default=None)
 """The record of the compiled module whose forward is running."""
@@ -97,7 +94,8 @@ def compile_with(
     def compiled(precision: str) -> Callable:
         return torch.compile(call, backend=Backend(config, precision, inner_compile), **options)
 
-    record = _records[module] = Record(Limits(type(module).__name__))
+    frame = getattr(module.forward, "__code__", type(module))
+    record = Record(Limits(type(module).__name__, frame))
 
     @torch.compiler.assume_constant_result  # so that it is run, not traced
     def note_traced() -> None:
@@ -119,7 +117,12 @@ def compile_with(
         finally:
             _running.reset(token)
 
+    recorded.record = record  # type: ignore[attr-defined]
     module._compiled_call_impl = recorded
+
+
+def _record_of(module: nn.Module) -> Record | None:
+    return getattr(module._compiled_call_impl, "record", None)
 
 
 def _compilable(module: nn.Module) -> Callable:
@@ -151,7 +154,7 @@ def report(module: nn.Module) -> Report:
     Raises:
         UnsupportedError: neither the module nor a submodule was compiled by fusedbwd.
     """
-    records = [_records[m] for m in module.modules() if m in _records]
+    records = [record for m in module.modules() if (record := _record_of(m)) is not None]
     if not records:
         raise UnsupportedError(
             f"{type(module).__name__} was not compiled: call fusedbwd.compile(module) first"
@@ -170,7 +173,7 @@ def _compiled(graphs: int) -> str:
     if not graphs:
         return (
             "nothing is compiled: there was no call, or only one as a part of another compiled "
-            "module, or torch.compile is switched off"
+            "module or past the recompile limit, or torch.compile is switched off"
         )
     return f"{graphs} graph{'s' * (graphs != 1)} compiled"
 
@@ -197,7 +200,9 @@ class Backend:
 
         def fuse_pass(graph: fx.Graph) -> None:
             if gradient_nodes(graph):
+                before = results(graph)
                 reports.append(fuse(graph, self.config))
+                lay_as_before(graph, before)
             else:  # no backward is wanted of this graph
                 expand_pass(graph)
 
@@ -221,6 +226,7 @@ class Backend:
         def recorded(*args):
             if (record := _running.get()) is not None:
                 record.graphs[id(reports)] = reports
+                record.limits.graph_runs += 1
             return compiled(*args)
 
         return recorded

@@ -24,6 +24,8 @@ from fusedbwd.export import export_backward
 from fusedbwd.precision import HIGH, HIGHEST, MEDIUM, matmul_precision
 from fusedbwd.problems import PROBLEMS, get_problem
 
+PLOTTED = (".svg", ".png", ".pdf")
+
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -77,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     found nothing slower."""
     args = parse(argv)
     try:
+        check_arguments(args)
         earlier = load(args.check) if args.check else None
         results = load(args.source) if args.source else measure(args)
         print(f"{table(results.cases)}\n{summary(results)}")
@@ -92,6 +95,21 @@ def main(argv: list[str] | None = None) -> int:
         print(f"slower than before: {line}")
     wrong = any(not t.ok for case in results.cases for t in case.timings if t.variant == "ours")
     return 1 if wrong or slower else 0
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Tells of what would fail after the measurements, and lose them.
+
+    Raises:
+        FusedBwdError: for results that could not be written, or no calls to time.
+    """
+    if args.calls < 1:
+        raise FusedBwdError(f"--calls {args.calls}: at least one call is to be timed")
+    for path in (args.json, args.plot):
+        if path and not path.parent.is_dir():
+            raise FusedBwdError(f"{path} cannot be written: there is no folder {path.parent}")
+    if args.plot and args.plot.suffix not in PLOTTED:
+        raise FusedBwdError(f"{args.plot} is none of {', '.join(PLOTTED)}")
 
 
 def measure(args: argparse.Namespace) -> Results:

@@ -43,7 +43,14 @@ def test_a_run_survives_the_file(tmp_path):
     assert load(tmp_path / "run.json") == run
 
 
-@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"cases": [{"batch": 1}]}'])
+NO_CASES = json.dumps(dataclasses.asdict(results(ours=1.0)) | {"cases": []})
+NO_ENVIRONMENT = json.dumps(dataclasses.asdict(results(ours=1.0)) | {"environment": None})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, "", "[]", "{}", '{"cases": [{"batch": 1}]}', NO_CASES, NO_ENVIRONMENT],
+)
 def test_files_that_hold_no_results(tmp_path, content):
     if content is not None:
         (tmp_path / "run.json").write_text(content)
@@ -76,6 +83,7 @@ def test_regressions_are_of_ratios():
     lost = regressions(results(compile=2.0, ours=1.06), old)
     assert [line.split(":")[0] for line in lost] == ["1x8", "2x8"]
     assert "1.887" in lost[0] and "2.000" in lost[0]
+    assert len(regressions(results(compile=2.0, ours=float("nan")), old)) == 2
     part = dataclasses.replace(old, cases=old.cases[1:])
     assert len(regressions(results(compile=2.0, ours=1.06), part)) == 1
 
@@ -128,6 +136,23 @@ def test_script_on_earlier_results(tmp_path, capsys):
     assert "slower than before: 1x613" in capsys.readouterr().out
     assert main(["--from", str(COMMITTED), "--check", str(tmp_path / "none.json")]) == 2
     assert "none.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--json", "{}/none/new.json"], "no folder"),
+        (["--plot", "{}/none/new.svg"], "no folder"),
+        (["--plot", "{}/new.txt"], "none of .svg, .png, .pdf"),
+        (["--calls", "0"], "at least one call"),
+    ],
+)
+def test_what_would_fail_afterwards_fails_before(tmp_path, capsys, options, message):
+    main = runpy.run_path(str(ROOT / "scripts" / "bench.py"))["main"]
+    options = [option.format(tmp_path) for option in options]
+    assert main(["--problem", "ffn_gelu_backward", "--small", *options]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and not captured.out
 
 
 def test_kernels_of_several_calls():

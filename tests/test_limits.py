@@ -1,16 +1,19 @@
 """What limits fusion is said: a warning once, with the way out, and a line of the report."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from trained import HIDDEN, TINY_COUNTS, TinyBlock, assert_as_eager, compiled_tiny
 
 import fusedbwd
-from fusedbwd import FusedBwdWarning, SchemaError, compat, limits
+from fusedbwd import FusedBwdWarning, SchemaError, UnsupportedError, compat, limits
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +87,46 @@ def test_layers_of_one_class_share_a_compilation(tiny):
     assert notes(model) == ["1 graph compiled"]
 
 
+class Indexed(TinyBlock):
+    def __init__(self, index):
+        super().__init__()
+        self.index = index
+
+    def forward(self, x):
+        return super().forward(x) * self.index
+
+
+def test_the_recompile_limit_of_a_class():
+    """Every module that runs as eager for it says so, not the first alone; and no other."""
+    layers = [fusedbwd.compile(Indexed(index)) for index in (2, 3, 4, 5, 6)]
+    with torch._dynamo.config.patch(recompile_limit=2):
+        said = [call(layer) for layer in layers]
+        assert said == [[], [], *[[f"Indexed: {limits.RECOMPILE_LIMIT}"]] * 3]
+        assert all(call(layer) == [] for layer in layers)
+        alike = fusedbwd.compile(Indexed(2))  # a graph fits it
+        assert call(alike) == [] and notes(alike) == ["1 graph compiled"]
+        other = fusedbwd.compile(Indexed(9))
+        with torch.compiler.set_stance("force_eager"):
+            assert call(other) == []
+        assert len(call(other)) == 1
+    for layer in layers[:2]:
+        assert notes(layer) == ["1 graph compiled"]
+    for layer in (*layers[2:], other):
+        nothing, limit = notes(layer)
+        assert "past the recompile limit" in nothing and limit == limits.RECOMPILE_LIMIT
+    torch._dynamo.reset()
+    again = fusedbwd.compile(Indexed(7))
+    assert call(again) == [] and notes(again) == ["1 graph compiled"]
+    traced = fusedbwd.compile(Indexed(8))
+    torch._dynamo.reset()
+    with (
+        torch._dynamo.config.patch(error_on_nested_fx_trace=False),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error", FusedBwdWarning)
+        make_fx(traced)(torch.randn(2, 5, HIDDEN))  # which is no call that Dynamo compiles
+
+
 # --- graph breaks
 
 
@@ -124,6 +167,22 @@ def test_graph_breaks(breaks, places, why):
         place = "in a loop" if breaks == "loop" else f"at {__file__}:"
         assert note.startswith(f"graph break {place}") and why in note and note in message
     assert_as_eager(compiled, eager, 2, 5, rounds=2)
+
+
+class Fails(nn.Module):
+    def forward(self, x):
+        x = x * 2
+        print(end="")
+        raise LookupError("of its own")
+
+
+def test_an_error_of_the_forward_comes_before_a_warning_made_one():
+    module = fusedbwd.compile(Fails())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FusedBwdWarning)
+        with pytest.raises(LookupError, match="of its own"):
+            module(torch.ones(3, requires_grad=True))
+    assert any(note.startswith("graph break at") for note in notes(module))
 
 
 # --- dtypes
@@ -200,6 +259,44 @@ def test_a_compiled_part_of_a_plain_torch_compile(tiny):
     # On its own it goes on being fused.
     assert call(part) == []
     assert fusedbwd.report(part).counts() == TINY_COUNTS
+
+
+# --- whose record it is
+
+
+class Equal(TinyBlock):
+    """Modules that are equal, as those of dataclasses may be."""
+
+    def __eq__(self, other):
+        return isinstance(other, Equal)
+
+    def __hash__(self):
+        return 1
+
+
+def test_modules_that_are_equal():
+    """Each has a record of its own, which its end alone ends."""
+    first, second = (fusedbwd.compile(Equal()) for _ in range(2))
+    call(second)
+    assert notes(first)[0].startswith("nothing is compiled")
+    assert notes(second) == ["1 graph compiled"]
+    with pytest.raises(UnsupportedError, match="Equal was not compiled"):
+        fusedbwd.report(Equal())
+    del first
+    gc.collect()
+    assert notes(second) == ["1 graph compiled"]
+
+
+def test_a_module_that_is_deleted(tiny):
+    """Nothing keeps it, nor its parameters, while others go on with what was compiled for it."""
+    first, second = compiled_tiny(tiny), compiled_tiny(tiny)
+    call(first)
+    call(second)
+    gone = [weakref.ref(first), weakref.ref(first.fc1.weight)]
+    del first
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+    assert call(second) == [] and notes(second) == ["1 graph compiled"]
 
 
 # --- versions

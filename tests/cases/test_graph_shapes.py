@@ -12,7 +12,7 @@ from trained import HIDDEN, TINY_COUNTS, assert_as_eager, compiled_tiny, make
 import fusedbwd
 from fusedbwd import Config
 from fusedbwd.numerics import relative_l2
-from fusedbwd.training import _records
+from fusedbwd.training import _record_of
 
 VERIFY = Config(verify=True)
 BF16 = torch.bfloat16
@@ -20,7 +20,7 @@ BF16 = torch.bfloat16
 
 def reports(compiled):
     """Of each joint graph."""
-    return [report for graph in _records[compiled].graphs.values() for report in graph]
+    return [one for graph in _record_of(compiled).graphs.values() for one in graph]
 
 
 def test_lengths(interpreted):

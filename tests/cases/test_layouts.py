@@ -47,6 +47,28 @@ def test_the_callers_gradient_is_not_written_to(fresh_dynamo):
         assert (ours - right).abs().max() <= 1e-5 * right.abs().max()
 
 
+class Gated(nn.Module):
+    def forward(self, g, u):
+        return F.gelu(g) * u
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_gradients_that_leave_the_graph_lie_as_ever(interpreted, dynamic):
+    """For a hook, say, that views them as one row."""
+    compiled = fusedbwd.compile(Gated(), config=VERIFY)
+    torch.manual_seed(0)
+    values, found = torch.randn(2, 2, 5, 40), []
+    for module in (compiled, Gated()):
+        leaves = [value.clone().requires_grad_() for value in values]
+        for leaf in leaves if dynamic else ():
+            torch._dynamo.mark_dynamic(leaf, 0)
+        out = module(*leaves)
+        found.append([t.view(-1) for t in torch.autograd.grad(out.square().sum(), leaves)])
+    assert fusedbwd.report(compiled).counts() == {"geglu_backward": 1}
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
+
+
 @pytest.mark.parametrize("build", [Decoder, lambda: GeluFFN(HIDDEN, 80)], ids=["decoder", "ffn"])
 def test_the_gradient_of_a_sum_is_one_number_expanded(interpreted, build):
     eager = make(build)
