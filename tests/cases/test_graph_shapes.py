@@ -174,3 +174,27 @@ def test_kinds_of_gelu_are_not_exchanged(interpreted):
             assert (mine - its).abs().max() <= 1e-6 * max(1, its.abs().max())
     assert 8e-4 < (found[0][1][0] - found[0][1][1]).abs().max() < 9e-4
     assert fusedbwd.report(module).counts() == {"gelu_backward": 4}
+
+
+class NormedTwice(nn.Module):
+    """Applies one norm twice to one tensor; eps, an attribute, is a tensor if dynamic."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(HIDDEN)), 1e-5
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def norm(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+    def forward(self, x):
+        x = x * 2
+        return self.norm(x) + self.linear(self.norm(x))
+
+
+def test_verified_though_eps_is_cast_twice(interpreted):
+    """What is replaced goes by one cast of the eps, and the fused op reads the other."""
+    eager = make(NormedTwice)
+    compiled = fusedbwd.compile(copy.deepcopy(eager), dynamic=True, config=VERIFY)
+    assert_as_eager(compiled, eager, 1, 1)
+    assert fusedbwd.report(compiled).counts()["rms_norm_backward"] >= 1
