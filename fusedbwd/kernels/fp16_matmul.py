@@ -99,6 +99,24 @@ def _is_flagged(flags_ptr, COUNT: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
+def _source_of(
+    ptr,
+    rows,
+    columns,
+    stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """What :func:`_tile_of` loads from: ``operand`` of the matrix as it is stored."""
+    if TRANSPOSED:
+        return operand(ptr, columns, rows, stride, COLUMNS, ROWS, DESCRIBED)
+    else:
+        return operand(ptr, rows, columns, stride, ROWS, COLUMNS, DESCRIBED)
+
+
+@triton.jit
 def _tile_of(
     source,
     row,
@@ -254,23 +272,17 @@ def _fp16_matmul_kernel(
     else:
         exponent = -exponent_of_scale(a_sample_ptr, a_maxima_ptr, COUNT, PADDED)
         exponent -= exponent_of_scale(b_sample_ptr, b_maxima_ptr, COUNT, PADDED)
-        if A_TRANSPOSED:
-            a1 = operand(a1_ptr, depth, rows, a_parts_stride, DEPTH, ROWS, DESCRIBED)
-        else:
-            a1 = operand(a1_ptr, rows, depth, a_parts_stride, ROWS, DEPTH, DESCRIBED)
-        if B_TRANSPOSED:
-            b1 = operand(b1_ptr, WIDTH, depth, b_parts_stride, COLUMNS, DEPTH, DESCRIBED)
-        else:
-            b1 = operand(b1_ptr, depth, WIDTH, b_parts_stride, DEPTH, COLUMNS, DESCRIBED)
+        a1 = _source_of(a1_ptr, rows, depth, a_parts_stride, ROWS, DEPTH, DESCRIBED, A_TRANSPOSED)
+        b1 = _source_of(
+            b1_ptr, depth, WIDTH, b_parts_stride, DEPTH, COLUMNS, DESCRIBED, B_TRANSPOSED
+        )
         if PARTS > 1:
-            if A_TRANSPOSED:
-                a2 = operand(a2_ptr, depth, rows, a_parts_stride, DEPTH, ROWS, DESCRIBED)
-            else:
-                a2 = operand(a2_ptr, rows, depth, a_parts_stride, ROWS, DEPTH, DESCRIBED)
-            if B_TRANSPOSED:
-                b2 = operand(b2_ptr, WIDTH, depth, b_parts_stride, COLUMNS, DEPTH, DESCRIBED)
-            else:
-                b2 = operand(b2_ptr, depth, WIDTH, b_parts_stride, DEPTH, COLUMNS, DESCRIBED)
+            a2 = _source_of(
+                a2_ptr, rows, depth, a_parts_stride, ROWS, DEPTH, DESCRIBED, A_TRANSPOSED
+            )
+            b2 = _source_of(
+                b2_ptr, depth, WIDTH, b_parts_stride, DEPTH, COLUMNS, DESCRIBED, B_TRANSPOSED
+            )
 
         for unit in tl.range(tl.program_id(0), full + rest * splits, PROGRAMS):
             tile, begin, end = share(unit, full, rest, splits, steps)

@@ -40,7 +40,10 @@ def draw(tokens, device):
 def arguments(op, tokens, device):
     """A full set of arguments for ``op``; the incoming gradient comes first."""
     a, b, c, weight, stat, eps = draw(tokens, device)
-    h, k, m = (t.half() for t in (a, b, torch.randn(WIDTH, WIDTH, device=device)))
+    square = torch.randn(WIDTH, WIDTH, device=device)
+    h, k, m = (t.half() for t in (a, b, square))
+    if op == fp16_matmul:
+        return a, square, *in_parts(a, square), c
     return {
         swiglu_backward: (a, b, c),
         geglu_backward: (a, b, c, "tanh"),
@@ -62,7 +65,6 @@ def arguments(op, tokens, device):
         matmul_swiglu_backward: (h, m, k, k + 1),
         matmul_gelu_backward: (h, m, k, "tanh"),
         fp16_parts: ([a, b], 1),
-        fp16_matmul: (a, m.float(), *in_parts(a, m.float()), c),
     }[op]
 
 
