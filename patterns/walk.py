@@ -60,7 +60,7 @@ def sums_above(node: fx.Node) -> list[fx.Node]:
     return [n for n in reversed(climbed) if n.target in (aten.add.Tensor, aten.sub.Tensor)]
 
 
-def cat_of(parts: tuple[fx.Node, ...]) -> fx.Node | None:
+def _cat_of(parts: tuple[fx.Node, ...]) -> fx.Node | None:
     """The concatenation along the last dimension that alone uses ``parts``, in their order."""
     whole = only_user(parts[0])
     if whole is None or whole.target is not aten.cat.default or list(whole.args[0]) != [*parts]:
@@ -74,7 +74,7 @@ def concatenation(*parts: fx.Node) -> fx.Node | None:
     """The node that joins ``parts``, used for nothing else, in their order along the last
     dimension: the gradient of a tensor that they are all of, by ``chunk`` or ``split`` (a ``cat``)
     or by slices (a sum of the parts, each written into zeros)."""
-    if (whole := cat_of(parts)) is not None:
+    if (whole := _cat_of(parts)) is not None:
         return whole
     placed, start = [only_user(part) for part in parts], 0
     for node, part in zip(placed, parts, strict=True):
