@@ -2,8 +2,8 @@
 stand for them.
 
 One part each: one product, with TF32's 10 mantissa bits. Two parts each: three products, the two
-small ones added up by themselves, and partial sums over at most 512 of the summed dimension added
-up outside the tensor core, whose own additions round less carefully than float32's.
+small ones added up by themselves, and the partial sums over each step of the summed dimension, 64
+of it, added up outside the tensor core, whose own additions round less carefully than float32's.
 
 Whether the operands' parts are safe is known on the device only. The kernel asks there, and
 multiplies the float32 operands themselves, by float32 instructions, if one is not.
@@ -41,7 +41,8 @@ from fusedbwd.kernels.fp16_parts import (
 )
 
 PARTIAL_SUM = 512
-"""The most of the summed dimension that the tensor core adds up by itself, in two parts."""
+"""The most of the summed dimension in a partial sum: of the reference, and in float32. The tensor
+core's are of a tile's depth."""
 
 TILES = {
     1: MatmulTile(128, 256, 64, stages=3, warps=8, subtiles=4, split=True),
@@ -289,44 +290,28 @@ def _fp16_matmul_kernel(
             tile_down, tile_across = place(tile, tiles_down, tiles_across, GROUP)
             row, column = tile_down * ROWS, tile_across * COLUMNS
             acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-            if PARTS == 1:
-                for step in tl.range(begin, end):
-                    k = step * DEPTH
-                    x = _tile_of(
-                        a1, row, k, rows, depth, a_parts_stride,
+            for step in tl.range(begin, end):
+                k = step * DEPTH
+                x = _tile_of(
+                    a1, row, k, rows, depth, a_parts_stride, ROWS, DEPTH, DESCRIBED, A_TRANSPOSED
+                )
+                y = _tile_of(
+                    b1, k, column, depth, WIDTH, b_parts_stride,
+                    DEPTH, COLUMNS, DESCRIBED, B_TRANSPOSED,
+                )  # fmt: skip
+                if PARTS == 1:
+                    acc = tl.dot(x, y, acc)
+                else:
+                    x_rest = _tile_of(
+                        a2, row, k, rows, depth, a_parts_stride,
                         ROWS, DEPTH, DESCRIBED, A_TRANSPOSED,
                     )  # fmt: skip
-                    y = _tile_of(
-                        b1, k, column, depth, WIDTH, b_parts_stride,
+                    y_rest = _tile_of(
+                        b2, k, column, depth, WIDTH, b_parts_stride,
                         DEPTH, COLUMNS, DESCRIBED, B_TRANSPOSED,
                     )  # fmt: skip
-                    acc = tl.dot(x, y, acc)
-            else:
-                for start in tl.range(begin, end, PARTIAL // DEPTH):
-                    large = tl.zeros([ROWS, COLUMNS], tl.float32)
-                    small = tl.zeros([ROWS, COLUMNS], tl.float32)
-                    for step in tl.range(start, tl.minimum(start + PARTIAL // DEPTH, end)):
-                        k = step * DEPTH
-                        x = _tile_of(
-                            a1, row, k, rows, depth, a_parts_stride,
-                            ROWS, DEPTH, DESCRIBED, A_TRANSPOSED,
-                        )  # fmt: skip
-                        y = _tile_of(
-                            b1, k, column, depth, WIDTH, b_parts_stride,
-                            DEPTH, COLUMNS, DESCRIBED, B_TRANSPOSED,
-                        )  # fmt: skip
-                        x_rest = _tile_of(
-                            a2, row, k, rows, depth, a_parts_stride,
-                            ROWS, DEPTH, DESCRIBED, A_TRANSPOSED,
-                        )  # fmt: skip
-                        y_rest = _tile_of(
-                            b2, k, column, depth, WIDTH, b_parts_stride,
-                            DEPTH, COLUMNS, DESCRIBED, B_TRANSPOSED,
-                        )  # fmt: skip
-                        large = tl.dot(x, y, large)
-                        small = tl.dot(x, y_rest, small)
-                        small = tl.dot(x_rest, y, small)
-                    acc += large + small * 0.00048828125  # 2^-11
+                    small = tl.dot(x_rest, y, tl.dot(x, y_rest))
+                    acc += tl.dot(x, y) + small * 0.00048828125  # 2^-11
             pieces = subtiles(times_power_of_2(acc, exponent), SUBTILES)
             for i in tl.static_range(SUBTILES):
                 _store(

@@ -20,6 +20,7 @@ from fusedbwd.report import Report
 
 LOSS = "loss"
 ROUNDS = 16  # batches, judged together: the error of a short vector is a matter of luck
+LOSSES = 256  # of a loss in 16 bits, which is one number a batch
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,11 @@ def compare(
         for key, grad in ours.items():
             assert grad.dtype == theirs[key].dtype, key
             found[key].append((grad, theirs[key], right[key]))
+    for _ in range(LOSSES - rounds if dtype.itemsize == 2 and inductor else 0):
+        inputs = {k: t.to(device) for k, t in FAMILIES[name].inputs(batch, seq).items()}
+        ours, theirs = (loss(m, inputs, dtype) for m in (compiled, eager))
+        with InFloat64():
+            found[LOSS].append((ours, theirs, loss(exact, inputs, torch.float64)))
     errors = {}
     for key, all_rounds in found.items():
         grad, eager_grad, expected = (torch.stack(t) for t in zip(*all_rounds, strict=True))
@@ -106,17 +112,28 @@ def as_traced():
     return mock.patch.object(fusedbwd.training, "compile_fx_inner", run)
 
 
-def results(model: nn.Module, inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The loss, the gradients of the parameters that have one, and of an activation given."""
+def given_in(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The inputs with floats in ``dtype``; the activation ``x``, if any, requires grad."""
     given = {}
     for name, t in inputs.items():
         given[name] = t.detach().to(dtype) if t.is_floating_point() else t
         given[name].requires_grad_(name == "x")
+    return given
+
+
+def loss(model: nn.Module, inputs: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The loss alone, by the forward that :func:`results` runs."""
+    return loss_of(model, given_in(inputs, dtype)).detach()
+
+
+def results(model: nn.Module, inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The loss, the gradients of the parameters that have one, and of an activation given."""
+    given = given_in(inputs, dtype)
     model.zero_grad(set_to_none=True)
-    loss = loss_of(model, given)
-    loss.backward()
+    value = loss_of(model, given)
+    value.backward()
     leaves = {**given, **dict(model.named_parameters())}
-    return {LOSS: loss.detach(), **{n: t.grad for n, t in leaves.items() if t.grad is not None}}
+    return {LOSS: value.detach(), **{n: t.grad for n, t in leaves.items() if t.grad is not None}}
 
 
 def per_layer(name: str, attention: str, dtype: torch.dtype, counts: dict[str, int]) -> dict:
