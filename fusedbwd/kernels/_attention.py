@@ -117,18 +117,16 @@ def query_kernel(
     if WIDTH2 > 0:
         grad2 = _load(grad_ptr, grad_rows, in_rows, WIDTH // 2, WIDTH2, HALF)
 
-    # dP, rounded as eager's is, waits where dS will be: a tile's are few enough to stay in the L2
-    # cache. delta is of the rounded dP: where a row of P is a single one, dS is zero.
+    # dP is computed twice, bit for bit the same: where a row of P is a single one, dS is zero.
     given = probs_ptr + batch * probs_stride_b + head * probs_stride_n + row * probs_stride_s
     own_rows = ((batch * heads + head) * seq + row) * padded
-    dscores_rows = dscores_ptr + own_rows
     copy_rows = copy_ptr + own_rows
     p_rows = given
     limit = seq
     if probs_ptr.dtype != copy_ptr.dtype:
         delta = _delta(
-            given, seq, copy_rows, dscores_rows, in_rows, end, grad, grad2,
-            value_ptr, value_stride_s, seq, True, WIDTH, WIDTH2, HALF, COLUMNS,
+            given, seq, copy_rows, in_rows, end, grad, grad2, value_ptr, value_stride_s, seq,
+            True, WIDTH, WIDTH2, HALF, COLUMNS,
         )  # fmt: skip
     else:
         limit = padded
@@ -139,15 +137,15 @@ def query_kernel(
         p_rows = aligned_ptr + (batch * by_batch + head * by_head + row * by_row) * 8
         if copied == 0:
             delta = _delta(
-                p_rows, padded, copy_rows, dscores_rows, in_rows, end, grad, grad2,
-                value_ptr, value_stride_s, seq, False, WIDTH, WIDTH2, HALF, COLUMNS,
+                p_rows, padded, copy_rows, in_rows, end, grad, grad2, value_ptr, value_stride_s,
+                seq, False, WIDTH, WIDTH2, HALF, COLUMNS,
             )  # fmt: skip
         else:
             delta = _delta(
-                given, seq, copy_rows, dscores_rows, in_rows, end, grad, grad2,
-                value_ptr, value_stride_s, seq, True, WIDTH, WIDTH2, HALF, COLUMNS,
+                given, seq, copy_rows, in_rows, end, grad, grad2, value_ptr, value_stride_s,
+                seq, True, WIDTH, WIDTH2, HALF, COLUMNS,
             )  # fmt: skip
-    tl.debug_barrier()  # dP and the copy are read below, by other threads than wrote them
+            tl.debug_barrier()  # the copy is read below, by other threads than wrote it
 
     dq = tl.zeros([HEADS * ROWS, WIDTH], tl.float32)
     if WIDTH2 > 0:
@@ -155,11 +153,11 @@ def query_kernel(
     for start in range(0, end, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         in_keys = (column < seq)[:, None]
-        in_columns = in_rows & (column[None, :] < padded)
         p = tl.load(p_rows + column[None, :], in_rows & (column[None, :] < limit), 0.0)
-        dp = tl.load(dscores_rows + column[None, :], in_columns, 0.0)
-        ds = (p.to(tl.float32) * (dp.to(tl.float32) - delta) * scale).to(dtype)
-        tl.store(dscores_rows + column[None, :], ds, in_columns)
+        dp = _dp(grad, grad2, value_ptr, value_stride_s, column, seq, WIDTH, WIDTH2, HALF)
+        ds = (p.to(tl.float32) * (dp - delta) * scale).to(dtype)
+        in_columns = in_rows & (column[None, :] < padded)
+        tl.store(dscores_ptr + own_rows + column[None, :], ds, in_columns)
         key_rows = column.to(tl.int64)[:, None] * key_stride_s
         k = _load(key_ptr, key_rows, in_keys, 0, WIDTH, HALF)
         dq = tl.dot(ds, k, dq, input_precision="ieee")
@@ -171,7 +169,7 @@ def query_kernel(
     for start in range(end, stop, COLUMNS):
         column = (start + tl.arange(0, COLUMNS))[None, :]
         in_columns = in_rows & (column < padded)
-        tl.store(dscores_rows + column, zeros, in_columns)
+        tl.store(dscores_ptr + own_rows + column, zeros, in_columns)
         if copied != 0:
             tl.store(copy_rows + column, zeros, in_columns)
 
@@ -361,7 +359,6 @@ def _delta(
     p_rows,
     limit,
     copy_rows,
-    dp_rows,
     in_rows,
     end,
     grad,
@@ -375,21 +372,19 @@ def _delta(
     HALF: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """rowsum(dP P), and dP, rounded; with COPY also the copy of P, rounded to the copy's dtype."""
+    """rowsum(dP P), and with COPY the copy of P, rounded to the copy's dtype."""
     padded = (seq + 7) // 8 * 8
-    sums = tl.zeros([in_rows.shape[0], COLUMNS], tl.float32)
+    delta = tl.zeros([in_rows.shape[0], 1], tl.float32)
     for start in range(0, end, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        in_columns = in_rows & (column[None, :] < padded)
         p = tl.load(p_rows + column[None, :], in_rows & (column[None, :] < limit), 0.0)
         dp = _dp(grad, grad2, value_ptr, value_stride_s, column, seq, WIDTH, WIDTH2, HALF)
-        dp = dp.to(dp_rows.dtype.element_ty)
-        tl.store(dp_rows + column[None, :], dp, in_columns)
-        sums += p.to(tl.float32) * dp.to(tl.float32)
+        delta += tl.sum(p.to(tl.float32) * dp, 1, keep_dims=True)
         if COPY:
+            in_columns = in_rows & (column[None, :] < padded)
             rounded = p.to(copy_rows.dtype.element_ty)
             tl.store(copy_rows + column[None, :], rounded, in_columns)
-    return tl.sum(sums, 1, keep_dims=True)
+    return delta
 
 
 @triton.jit

@@ -36,7 +36,8 @@ def norm_tile(width: int, sums: int) -> NormTile:
     with 8 elements a thread and 32 warps a multiprocessor, wide ones with up to 32 elements a
     thread, whose loads are all issued before the first is used, and 16 warps. With two sums in
     registers, wide rows get half as many elements a thread; narrow ones twice as many, to make
-    up for the fewer warps that fit.
+    up for the fewer warps that fit, and the narrowest 2 warps a program, which wait less for one
+    another.
 
     Args:
         width: elements in a row, H.
@@ -51,6 +52,8 @@ def norm_tile(width: int, sums: int) -> NormTile:
             f"norm width: expected 1 to {widest} (a row is held in registers), got {width}"
         )
     columns = next_power_of_2(width)
+    if columns <= 512 and sums == 2:
+        return NormTile(1024 // columns, columns, 2, 8)
     if columns <= 2048:
         warps = max(4, columns // 256)
         return NormTile(sums * max(1, 1024 // columns), columns, warps, 32 // warps)

@@ -1,13 +1,12 @@
 """Attention backward on given probabilities, for grouped-query attention and any mask.
 
 Three kernels. The first finds where the nonzero columns of every 64 rows of P end. The second, by
-query blocks, goes over the keys twice: for dP, which it stores, rounded as eager's is, with its
-row sums over P; and for dS, which takes dP's place, and dq. Where P's rows do not start at 16-byte
-boundaries or P is wider than the other operands, it also writes the copy of P that the third
-reads. The third, by key blocks, is one product: dk = dS^T q and dv = P^T grad, summed over the
-query heads of a group. Zero tiles at the right are skipped by bounds of the loops: a test inside
-one would end its software pipelining. Nothing is computed twice: a query block's dP is read back
-from the L2 cache, and writing and reading dS costs about as long as one matmul.
+query blocks, writes dS and dq; and, where P's rows do not start at 16-byte boundaries or P is
+wider than the other operands, the copy of P that the third reads. The third, by key blocks, is
+one product: dk = dS^T q and dv = P^T grad, summed over the query heads of a group. Zero tiles at
+the right are skipped by bounds of the loops: a test inside one would end its software pipelining.
+dS is stored rather than computed twice: writing and reading it costs about as long as one matmul,
+and the third kernel gets by without recomputing anything.
 """
 
 from __future__ import annotations

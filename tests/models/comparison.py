@@ -67,6 +67,7 @@ def compare(
     inductor: bool = True,
     layers: int = LAYERS,
     device: str = "cpu",
+    config: fusedbwd.Config | None = None,
 ) -> Comparison:
     """Trains a model of the family ``name`` for a step, compiled and eager, on several batches.
 
@@ -78,7 +79,7 @@ def compare(
     eager = build(name, attention, dtype, layers).to(device)
     exact = copy.deepcopy(eager).double()
     with contextlib.nullcontext() if inductor else as_traced():
-        compiled = fusedbwd.compile(copy.deepcopy(eager))
+        compiled = fusedbwd.compile(copy.deepcopy(eager), config=config)
     found = defaultdict(list)
     torch.manual_seed(1)
     for _ in range(rounds):
