@@ -71,7 +71,9 @@ TILES = {
         _PAIR._replace(subtiles=8),
         _LOW,
         _SQUARE._replace(subtiles=4, early=2),
-        _PAIR._replace(early=1),  # with x in float32 no two of these programs fit, of the next two
+        # Two programs of the first have registers enough if x is in bfloat16, of the second if
+        # it is in float32.
+        _PAIR._replace(early=1),
         _PAIR._replace(subtiles=8, group=1, early=1),
         _WIDE._replace(subtiles=8, early=1),
         _TALL._replace(early=1),
@@ -260,7 +262,10 @@ def known(out: Path) -> dict[str, dict[str, Any]]:
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """``new``, and at token counts that it lacks what ``old`` has of cuBLAS and the same tiles."""
+    """``new``, and at token counts that it lacks what ``old`` has of cuBLAS and the same tiles.
+
+    A tile that is new was not measured there: :func:`ranges` leaves it out of their classes.
+    """
     tokens = sorted({*old["tokens"], *new["tokens"]})
 
     def at_all(before: list, now: list) -> list:

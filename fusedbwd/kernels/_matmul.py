@@ -38,9 +38,9 @@ class MatmulTile(NamedTuple):
         split: let several programs share one tile of an incomplete last round (sum_matmul only).
         flat: load a program's next tile while the last one is finished, at the price of
             shared memory (matmuls with an elementwise epilogue only).
-        early: how many pieces ahead the epilogue's operands are loaded, the first so many before
-            the main loop, which hides their latency, at the price of registers (matmuls with an
-            elementwise epilogue; sum_matmul's residual, where tiles are whole).
+        early: how many pieces ahead, at most all, the epilogue's operands are loaded: the first
+            so many before the main loop, which hides their latency, at the price of registers
+            (matmuls with an elementwise epilogue; sum_matmul's residual, if tiles are whole).
     """
 
     rows: int
@@ -67,7 +67,6 @@ class MatmulTile(NamedTuple):
             "DEPTH": self.depth,
             "GROUP": self.group,
             "SUBTILES": self.subtiles,
-            "EARLY": min(self.early, self.subtiles),
             "PROGRAMS": self.programs(device),
             "num_warps": self.warps,
             "num_stages": self.stages,

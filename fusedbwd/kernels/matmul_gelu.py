@@ -88,7 +88,7 @@ def _matmul_gelu_kernel(
         down, across = place(tile, tiles_down, tiles_across, GROUP)
         row, column = down * ROWS, across * COLUMNS
         PIECE: tl.constexpr = COLUMNS // SUBTILES
-        x = ()
+        x: tl.tuple = ()
         for i in tl.static_range(EARLY):
             left = column + i * PIECE
             x += (load_once(x_ptr, row, left, tokens, WIDTH, x_stride, ROWS, PIECE),)
@@ -138,6 +138,7 @@ def matmul_gelu_backward_fused(
         HIDDEN=grad.shape[1],
         WIDTH=width,
         FLAT=tile.flat,
+        EARLY=tile.early,
         DESCRIBED=describable(grad, weight),
         **tile.options(x.device),
     )

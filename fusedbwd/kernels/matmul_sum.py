@@ -165,9 +165,8 @@ def _sum_matmul_kernel(
         row, column = down * ROWS, across * COLUMNS
 
         PIECE: tl.constexpr = COLUMNS // SUBTILES
-        AHEAD: tl.constexpr = EARLY if HAS_RESIDUAL and not SPLIT else 0
-        residual = ()
-        for i in tl.static_range(AHEAD):
+        residual: tl.tuple = ()
+        for i in tl.static_range(EARLY):
             left = column + i * PIECE
             residual += (
                 load_once(residual_ptr, row, left, tokens, WIDTH, residual_stride, ROWS, PIECE),
@@ -200,11 +199,11 @@ def _sum_matmul_kernel(
                     out_ptr, residual_ptr, residual_stride, acc, row, column, tokens,
                     WIDTH, COLUMNS, SUBTILES, HAS_RESIDUAL,
                 )  # fmt: skip
-        elif AHEAD:
+        elif EARLY:
             pieces = subtiles(acc, SUBTILES)
             for i in tl.static_range(SUBTILES):
-                if i + AHEAD < SUBTILES:
-                    left = column + (i + AHEAD) * PIECE
+                if i + EARLY < SUBTILES:
+                    left = column + (i + EARLY) * PIECE
                     residual += (
                         load_once(
                             residual_ptr, row, left, tokens, WIDTH, residual_stride, ROWS, PIECE
@@ -258,6 +257,7 @@ def sum_matmul_fused(
         **dict(zip(("DEPTH0", "DEPTH1", "DEPTH2"), [*depths, 0, 0], strict=False)),
         WIDTH=width,
         SPLIT=tile.split,
+        EARLY=0 if tile.split or residual is None else tile.early,
         HAS_RESIDUAL=residual is not None,
         DESCRIBED=describable(*a, *b),
         **tile.options(out.device),

@@ -85,7 +85,8 @@ def _matmul_swiglu_kernel(
         down, across = place(tile, tiles_down, tiles_across, GROUP)
         row, column = down * ROWS, across * COLUMNS
         PIECE: tl.constexpr = COLUMNS // SUBTILES
-        act, linear = (), ()
+        act: tl.tuple = ()
+        linear: tl.tuple = ()
         for i in tl.static_range(EARLY):
             left = column + i * PIECE
             act += (load_once(act_ptr, row, left, tokens, WIDTH, act_stride, ROWS, PIECE),)
@@ -138,6 +139,7 @@ def matmul_swiglu_backward_fused(
         HIDDEN=grad.shape[1],
         WIDTH=width,
         FLAT=tile.flat,
+        EARLY=tile.early,
         DESCRIBED=describable(grad, weight),
         **tile.options(act.device),
     )
