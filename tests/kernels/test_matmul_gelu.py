@@ -73,7 +73,7 @@ def test_kernel(tokens, hidden, width, approximate, dtype, loads, device):
 
 @over_dtypes
 @over_early
-def test_x_loaded_ahead(early, dtype, loads, device):
+def test_x_loaded_ahead(early, dtype, device):
     """Two rounds of tiles a program, so that what is loaded for one is not used for another."""
     args = *operands(70, 24, 90, dtype, device), "tanh"
     check(fused(TILE._replace(subtiles=4, early=early)), args, dtype)

@@ -73,7 +73,7 @@ def test_tiles_left_over_are_split(width, programs_per_sm, device):
 @over_dtypes
 @over_early
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-def test_residual_loaded_ahead(early, split, dtype, loads, device):
+def test_residual_loaded_ahead(early, split, dtype, device):
     """Not of split tiles. Two rounds of tiles a program, so that what is loaded for one is not
     used for another; without a residual there is nothing to load."""
     a, b, residual = operands(70, (40, 24), 90, dtype, device)

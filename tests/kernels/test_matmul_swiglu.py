@@ -65,7 +65,7 @@ def test_kernel(tokens, hidden, width, dtype, loads, device):
 
 @over_dtypes
 @over_early
-def test_factors_loaded_ahead(early, dtype, loads, device):
+def test_factors_loaded_ahead(early, dtype, device):
     """Two rounds of tiles a program, so that what is loaded for one is not used for another."""
     args = operands(70, 24, 90, dtype, device)
     check(fused(TILE._replace(subtiles=4, early=early)), args, dtype)
