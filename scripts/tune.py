@@ -33,11 +33,17 @@ from fusedbwd.numerics import relative_l2
 BF16, FP32 = torch.bfloat16, torch.float32
 TOKENS = (128, 512, 1024, 2048, 4096, 8192)
 NARROW_TOKENS = (128, 512, 1024, 2048, 4096, 16384, 65536)  # of layers as narrow as the FFN
+FEW_TOKENS = (256, 422, 613, 768)  # for sum_matmul too: its tiles are then shared out unevenly
 
 _SQUARE = MatmulTile(128, 128, 64, stages=5, warps=8, subtiles=2)
 _WIDE = MatmulTile(128, 256, 64, stages=3, warps=8, subtiles=4)
 _PAIR = MatmulTile(128, 128, 64, stages=3, warps=8, programs_per_sm=2, subtiles=4)
 _LOW = MatmulTile(64, 128, 64, stages=4, warps=4, programs_per_sm=2, subtiles=4)
+# One way each to have more loads in flight, or more multiplications a byte read.
+_TALL = MatmulTile(256, 128, 64, stages=3, warps=8, subtiles=4)
+_SLIM = MatmulTile(64, 128, 64, stages=3, warps=4, programs_per_sm=3, subtiles=4)
+_FEW_WARPS = MatmulTile(128, 128, 64, stages=3, warps=4, programs_per_sm=2, subtiles=8)
+_FLAT = MatmulTile(64, 256, 32, stages=5, warps=8, programs_per_sm=2, subtiles=8)
 TILES = {
     "sum_matmul": (
         _SQUARE,
@@ -52,6 +58,11 @@ TILES = {
         _PAIR._replace(subtiles=8),
         _PAIR._replace(group=16),
         _WIDE._replace(subtiles=8),
+        _SQUARE._replace(subtiles=4, early=2),
+        _WIDE._replace(subtiles=8, early=1),
+        _SLIM._replace(subtiles=8, early=1),
+        _FEW_WARPS,
+        _FLAT._replace(early=1),
     ),
     "matmul_gelu_backward": (
         _SQUARE._replace(stages=4, subtiles=4, flat=True),
@@ -59,8 +70,30 @@ TILES = {
         _PAIR._replace(subtiles=2),
         _PAIR._replace(subtiles=8),
         _LOW,
+        _SQUARE._replace(subtiles=4, early=2),
+        # Two programs of the first have registers enough if x is in bfloat16, of the second if
+        # it is in float32.
+        _PAIR._replace(early=1),
+        _PAIR._replace(subtiles=8, group=1, early=1),
+        _WIDE._replace(subtiles=8, early=1),
+        _TALL._replace(early=1),
+        _SLIM._replace(early=1),
+        _FEW_WARPS,
+        _FEW_WARPS._replace(early=1),
+        _FLAT._replace(early=2),
     ),
 }
+# Of sum_matmul with a residual, besides.
+RESIDUAL_TILES = (
+    _PAIR._replace(early=1),
+    _PAIR._replace(subtiles=8, early=2),
+    _WIDE._replace(subtiles=8, early=2),
+)
+
+
+def candidates(shape: Shape) -> tuple[MatmulTile, ...]:
+    """The tiles that are tried for ``shape``."""
+    return TILES[shape.op] + (RESIDUAL_TILES if shape.residual else ())
 
 
 class Job(NamedTuple):
@@ -97,7 +130,12 @@ def sum_job(name: str, depths: tuple[int, ...], width: int, residual: bool = Fal
 
     fused, unfused = matmul_sum.sum_matmul_fused, matmul_sum.sum_matmul_unfused
     flops = 2 * sum(depths) * width
-    return Job(name, draw, fused, unfused, matmul_sum.sum_matmul_shape, flops)
+    tokens = _with_few(TOKENS)
+    return Job(name, draw, fused, unfused, matmul_sum.sum_matmul_shape, flops, tokens)
+
+
+def _with_few(tokens: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted({*tokens, *FEW_TOKENS}))
 
 
 def swiglu_job(name: str, hidden: int, width: int) -> Job:
@@ -128,7 +166,9 @@ def gelu_job(name: str, hidden: int, width: int, dtype: torch.dtype) -> Job:
 SHAPES = (
     sum_job("gate + up 5120 14336", (14336, 14336), 5120),
     sum_job("q + k + v 5120 32/8x160", (5120, 1280, 1280), 5120),
-    sum_job("fc1 + residual 512 2048", (2048,), 512, residual=True)._replace(tokens=NARROW_TOKENS),
+    sum_job("fc1 + residual 512 2048", (2048,), 512, residual=True)._replace(
+        tokens=_with_few(NARROW_TOKENS)
+    ),
     swiglu_job("down 5120 14336", 5120, 14336),
     gelu_job("fc2 512 2048 fp32", 512, 2048, FP32)._replace(tokens=NARROW_TOKENS),
     sum_job("gate + up 2048 8192", (8192, 8192), 2048),
@@ -150,7 +190,7 @@ def compile_one(job: tuple[int, int, int]) -> str | None:
     args = it.draw(tokens, "meta")
     try:
         with record_launches() as launches:
-            it.fused(*args, tile=TILES[it.shape(*args).op][tile])
+            it.fused(*args, tile=candidates(it.shape(*args))[tile])
         for launch in launches:
             launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
     except Exception as error:
@@ -184,7 +224,7 @@ def milliseconds(
 def tune(job: Job, flush: torch.Tensor, calls: int) -> dict[str, Any]:
     """The table's row for one shape."""
     shape = job.shape(*job.draw(1, "meta"))
-    tiles = TILES[shape.op]
+    tiles = candidates(shape)
     ms: list[list[float | None]] = [[] for _ in tiles]
     base: list[float] = []
     for tokens in job.tokens:
@@ -213,27 +253,59 @@ def tune(job: Job, flush: torch.Tensor, calls: int) -> dict[str, Any]:
     }
 
 
+def known(out: Path) -> dict[str, dict[str, Any]]:
+    """The rows of ``out``, or of the shipped table of that name, by their own names."""
+    for path in (out, DATA / out.name):
+        if path.exists():
+            return {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    return {}
+
+
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """``new``, and at token counts that it lacks what ``old`` has of cuBLAS and the same tiles.
+
+    A tile that is new was not measured there: :func:`ranges` leaves it out of their classes.
+    """
+    tokens = sorted({*old["tokens"], *new["tokens"]})
+
+    def at_all(before: list, now: list) -> list:
+        times = dict(zip(old["tokens"], before, strict=True))
+        times |= dict(zip(new["tokens"], now, strict=True))
+        return [times[t] for t in tokens]
+
+    never = [None] * len(old["tokens"])
+    before = {MatmulTile(**r["tile"]): r["ms"] for r in old["routes"]}
+    routes = [
+        r | {"ms": at_all(before.get(MatmulTile(**r["tile"]), never), r["ms"])}
+        for r in new["routes"]
+    ]
+    cublas = at_all(old["cublas_ms"], new["cublas_ms"])
+    return new | {"tokens": tokens, "cublas_ms": cublas, "routes": routes}
+
+
 def _first(result) -> torch.Tensor:
     return result if isinstance(result, torch.Tensor) else result[0]
 
 
 def table(rows: list[dict[str, Any]], flops: dict[str, int]) -> str:
     """Each shape's speed by tokens, relative to cuBLAS, and the route that the rule takes."""
+    most = max(len(row["routes"]) for row in rows)
     lines: Iterator = (
         [row["name"], tokens, f"{base:.4f}", f"{flops[row['name']] * tokens / base / 1e9:.0f}"]
         + [f"{base / r['ms'][i]:.2f}" if r["ms"][i] else "-" for r in row["routes"]]
-        + [""] * (max(map(len, TILES.values())) - len(row["routes"]))
+        + [""] * (most - len(row["routes"]))
         + [_name(row, tokens)]
         for row in rows
         for i, (tokens, base) in enumerate(zip(row["tokens"], row["cublas_ms"], strict=True))
     )
-    heads = [f"tile {i}" for i in range(max(map(len, TILES.values())))]
+    heads = [f"tile {i}" for i in range(most)]
     return tabulate(lines, ["shape", "tokens", "cuBLAS ms", "TFLOP/s", *heads, "route"])
 
 
 def _name(row: dict[str, Any], tokens: int) -> str:
     tile = next(tile for end, tile in ranges(row) if tokens <= end)
-    return "cuBLAS" if tile is None else f"tile {TILES[row['op']].index(tile)}"
+    tiles = [MatmulTile(**r["tile"]) for r in row["routes"]]
+    return "cuBLAS" if tile is None else f"tile {tiles.index(tile)}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -241,12 +313,32 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: fusedbwd/data")
     parser.add_argument("--calls", type=int, default=20, help="timed calls of each route")
-    parser.add_argument("--shapes", type=int, help="only the first so many shapes")
+    parser.add_argument("--shapes", type=int, help="only the first so many; other rows stay")
+    parser.add_argument(
+        "--only",
+        type=lambda s: s.split(","),
+        metavar="PART[,..]",
+        help="only shapes in whose name one of these occurs; the table's other rows stay",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=lambda s: tuple(sorted(map(int, s.split(",")))),
+        metavar="N[,..]",
+        help="only these token counts; the rows' other counts stay",
+    )
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("error: needs an NVIDIA GPU", file=sys.stderr)
         return 2
-    start, shapes = time.time(), SHAPES[: args.shapes]
+    start = time.time()
+    shapes = {
+        i: job._replace(tokens=args.tokens or job.tokens)
+        for i, job in enumerate(SHAPES[: args.shapes])
+        if any(part in job.name for part in args.only or [""])
+    }
+    if not shapes:
+        print(f"error: no shape's name has any of {args.only}", file=sys.stderr)
+        return 2
 
     def progress(text: str) -> None:
         print(f"\r{time.time() - start:4.0f} s  {text:60}", end="", file=sys.stderr, flush=True)
@@ -254,8 +346,8 @@ def main(argv: list[str] | None = None) -> int:
     # With a number of tokens that sixteen divides, and one that it does not.
     jobs = [
         (i, t, tokens)
-        for i, job in enumerate(shapes)
-        for t in range(len(TILES[job.shape(*job.draw(1, "meta")).op]))
+        for i, job in shapes.items()
+        for t in range(len(candidates(job.shape(*job.draw(1, "meta")))))
         for tokens in (1024, 1023)
     ]
     workers = min(14, os.cpu_count() or 1)
@@ -265,17 +357,20 @@ def main(argv: list[str] | None = None) -> int:
             if problem:
                 print(f"\n{problem}")
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    rows = []
-    for i, job in enumerate(shapes):
-        progress(f"timing {i + 1} of {len(shapes)}: {job.name}")
-        rows.append(tune(job, flush, args.calls))
-    print(f"\n{table(rows, {job.name: job.flops for job in shapes})}")
     major, minor = torch.cuda.get_device_capability()
     name = torch.cuda.get_device_name()
     head = {"gpu": name, "capability": [major, minor]}
     head |= {"torch": torch.__version__, "triton": triton.__version__}
     out = args.out or DATA / f"matmul_{name.split()[-1].lower()}.json"
-    lines = ",\n".join(json.dumps(row) for row in rows)
+    rows = known(out) if len(shapes) < len(SHAPES) or args.tokens else {}
+    for i, job in enumerate(shapes.values()):
+        progress(f"timing {i + 1} of {len(shapes)}: {job.name}")
+        row = tune(job, flush, args.calls)
+        whole = job.name not in rows or not args.tokens
+        rows[job.name] = row if whole else merged(rows[job.name], row)
+    flops = {job.name: job.flops for job in shapes.values()}
+    print(f"\n{table([rows[name] for name in flops], flops)}")
+    lines = ",\n".join(json.dumps(row) for row in rows.values())
     out.write_text(json.dumps(head)[:-1] + ', "rows": [\n' + lines + "\n]}\n")
     print(f"written: {out}")
     return 0

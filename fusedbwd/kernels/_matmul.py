@@ -38,6 +38,9 @@ class MatmulTile(NamedTuple):
         split: let several programs share one tile of an incomplete last round (sum_matmul only).
         flat: load a program's next tile while the last one is finished, at the price of
             shared memory (matmuls with an elementwise epilogue only).
+        early: how many pieces ahead, at most all, the epilogue's operands are loaded: the first
+            so many before the main loop, which hides their latency, at the price of registers
+            (matmuls with an elementwise epilogue; sum_matmul's residual, if tiles are whole).
     """
 
     rows: int
@@ -50,6 +53,7 @@ class MatmulTile(NamedTuple):
     group: int = 8
     split: bool = False
     flat: bool = False
+    early: int = 0
 
     def programs(self, device: torch.device) -> int:
         """Programs in the grid."""
@@ -219,6 +223,16 @@ def subtiles(tile, COUNT: tl.constexpr):
         halves = tile.reshape(tile.shape[0], 2, tile.shape[1] // 2)
         left, right = tl.split(halves.permute(0, 2, 1))
         return subtiles(left, COUNT // 2) + subtiles(right, COUNT // 2)
+
+
+@triton.jit
+def load_once(ptr, row, column, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Elements [row, row + ROWS) x [column, column + COLUMNS), zeros outside the matrix, of an
+    operand that no other program reads: not to push those out of the L2 cache that others do."""
+    r = (row + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    c = (column + tl.arange(0, COLUMNS))[None, :]
+    mask = (r < rows) & (c < columns)
+    return tl.load(ptr + r * stride + c, mask, 0.0, eviction_policy="evict_first")
 
 
 @triton.jit

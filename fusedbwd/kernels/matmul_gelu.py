@@ -9,6 +9,7 @@ import triton.language as tl
 from fusedbwd.kernels._matmul import (
     MatmulTile,
     describable,
+    load_once,
     mm,
     multiply,
     operand,
@@ -75,6 +76,7 @@ def _matmul_gelu_kernel(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     SUBTILES: tl.constexpr,
+    EARLY: tl.constexpr,
     PROGRAMS: tl.constexpr,
     FLAT: tl.constexpr,
     DESCRIBED: tl.constexpr,
@@ -85,19 +87,25 @@ def _matmul_gelu_kernel(
     for tile in tl.range(tl.program_id(0), tiles_down * tiles_across, PROGRAMS, flatten=FLAT):
         down, across = place(tile, tiles_down, tiles_across, GROUP)
         row, column = down * ROWS, across * COLUMNS
+        PIECE: tl.constexpr = COLUMNS // SUBTILES
+        x: tl.tuple = ()
+        for i in tl.static_range(EARLY):
+            left = column + i * PIECE
+            x += (load_once(x_ptr, row, left, tokens, WIDTH, x_stride, ROWS, PIECE),)
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         acc = multiply(
             acc, a, b, row, column, tokens, HIDDEN, WIDTH, grad_stride, weight_stride,
             0, tl.cdiv(HIDDEN, DEPTH), ROWS, COLUMNS, DEPTH, DESCRIBED,
         )  # fmt: skip
         pieces = subtiles(acc, SUBTILES)
-        PIECE: tl.constexpr = COLUMNS // SUBTILES
         r = (row + tl.arange(0, ROWS))[:, None].to(tl.int64)
         for i in tl.static_range(SUBTILES):
             c = (column + i * PIECE + tl.arange(0, PIECE))[None, :]
             mask = (r < tokens) & (c < WIDTH)
-            x = tl.load(x_ptr + r * x_stride + c, mask, 0.0, eviction_policy="evict_first")
-            dx = tl.where(mask, pieces[i] * gelu_slope(x.to(tl.float32), TANH), 0.0)
+            if i + EARLY < SUBTILES:
+                left = column + (i + EARLY) * PIECE
+                x += (load_once(x_ptr, row, left, tokens, WIDTH, x_stride, ROWS, PIECE),)
+            dx = tl.where(mask, pieces[i] * gelu_slope(x[i].to(tl.float32), TANH), 0.0)
             tl.store(dx_ptr + r * WIDTH + c, dx.to(dx_ptr.dtype.element_ty), mask)
             sums = tl.sum(dx, 0, keep_dims=True)
             tl.store(partial_ptr + down.to(tl.int64) * WIDTH + c, sums, c < WIDTH)
@@ -130,6 +138,7 @@ def matmul_gelu_backward_fused(
         HIDDEN=grad.shape[1],
         WIDTH=width,
         FLAT=tile.flat,
+        EARLY=tile.early,
         DESCRIBED=describable(grad, weight),
         **tile.options(x.device),
     )

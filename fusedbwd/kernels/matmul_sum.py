@@ -14,6 +14,7 @@ from fusedbwd.kernels._matmul import (
     MatmulTile,
     describable,
     join,
+    load_once,
     mm,
     multiply,
     operand,
@@ -136,6 +137,7 @@ def _sum_matmul_kernel(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     SUBTILES: tl.constexpr,
+    EARLY: tl.constexpr,
     PROGRAMS: tl.constexpr,
     SPLIT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -162,6 +164,13 @@ def _sum_matmul_kernel(
         down, across = place(tile, tiles_down, tiles_across, GROUP)
         row, column = down * ROWS, across * COLUMNS
 
+        PIECE: tl.constexpr = COLUMNS // SUBTILES
+        residual: tl.tuple = ()
+        for i in tl.static_range(EARLY):
+            left = column + i * PIECE
+            residual += (
+                load_once(residual_ptr, row, left, tokens, WIDTH, residual_stride, ROWS, PIECE),
+            )
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         acc = multiply(
             acc, a0, b0, row, column, tokens, DEPTH0, WIDTH, a0_stride, b0_stride,
@@ -189,6 +198,20 @@ def _sum_matmul_kernel(
                 _store_tile(
                     out_ptr, residual_ptr, residual_stride, acc, row, column, tokens,
                     WIDTH, COLUMNS, SUBTILES, HAS_RESIDUAL,
+                )  # fmt: skip
+        elif EARLY:
+            pieces = subtiles(acc, SUBTILES)
+            for i in tl.static_range(SUBTILES):
+                if i + EARLY < SUBTILES:
+                    left = column + (i + EARLY) * PIECE
+                    residual += (
+                        load_once(
+                            residual_ptr, row, left, tokens, WIDTH, residual_stride, ROWS, PIECE
+                        ),
+                    )
+                store_sum(
+                    out_ptr, residual_ptr, residual_stride, pieces[i] + residual[i].to(tl.float32),
+                    row, column + i * PIECE, tokens, WIDTH, False,
                 )  # fmt: skip
         else:
             _store_tile(
@@ -234,6 +257,7 @@ def sum_matmul_fused(
         **dict(zip(("DEPTH0", "DEPTH1", "DEPTH2"), [*depths, 0, 0], strict=False)),
         WIDTH=width,
         SPLIT=tile.split,
+        EARLY=0 if tile.split or residual is None else tile.early,
         HAS_RESIDUAL=residual is not None,
         DESCRIBED=describable(*a, *b),
         **tile.options(out.device),

@@ -9,6 +9,7 @@ import triton.language as tl
 from fusedbwd.kernels._matmul import (
     MatmulTile,
     describable,
+    load_once,
     multiply,
     operand,
     place,
@@ -71,6 +72,7 @@ def _matmul_swiglu_kernel(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     SUBTILES: tl.constexpr,
+    EARLY: tl.constexpr,
     PROGRAMS: tl.constexpr,
     FLAT: tl.constexpr,
     DESCRIBED: tl.constexpr,
@@ -82,23 +84,30 @@ def _matmul_swiglu_kernel(
     for tile in tl.range(tl.program_id(0), tiles_down * tiles_across, PROGRAMS, flatten=FLAT):
         down, across = place(tile, tiles_down, tiles_across, GROUP)
         row, column = down * ROWS, across * COLUMNS
+        PIECE: tl.constexpr = COLUMNS // SUBTILES
+        act: tl.tuple = ()
+        linear: tl.tuple = ()
+        for i in tl.static_range(EARLY):
+            left = column + i * PIECE
+            act += (load_once(act_ptr, row, left, tokens, WIDTH, act_stride, ROWS, PIECE),)
+            linear += (load_once(linear_ptr, row, left, tokens, WIDTH, linear_stride, ROWS, PIECE),)
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         acc = multiply(
             acc, a, b, row, column, tokens, HIDDEN, WIDTH, grad_stride, weight_stride,
             0, tl.cdiv(HIDDEN, DEPTH), ROWS, COLUMNS, DEPTH, DESCRIBED,
         )  # fmt: skip
         pieces = subtiles(acc, SUBTILES)
-        PIECE: tl.constexpr = COLUMNS // SUBTILES
         r = (row + tl.arange(0, ROWS))[:, None].to(tl.int64)
-        # Read once: not to push operands that other programs will read out of the L2 cache.
         for i in tl.static_range(SUBTILES):
             c = (column + i * PIECE + tl.arange(0, PIECE))[None, :]
             mask = (r < tokens) & (c < WIDTH)
-            act = tl.load(act_ptr + r * act_stride + c, mask, 0.0, eviction_policy="evict_first")
-            linear = tl.load(
-                linear_ptr + r * linear_stride + c, mask, 0.0, eviction_policy="evict_first"
-            )
-            d_act, d_linear = swiglu_gradients(pieces[i], act, linear)
+            if i + EARLY < SUBTILES:
+                left = column + (i + EARLY) * PIECE
+                act += (load_once(act_ptr, row, left, tokens, WIDTH, act_stride, ROWS, PIECE),)
+                linear += (
+                    load_once(linear_ptr, row, left, tokens, WIDTH, linear_stride, ROWS, PIECE),
+                )
+            d_act, d_linear = swiglu_gradients(pieces[i], act[i], linear[i])
             packed = packed_ptr + r * (2 * WIDTH) + c
             tl.store(packed, d_act.to(dtype), mask)
             tl.store(packed + WIDTH, d_linear.to(dtype), mask)
@@ -130,6 +139,7 @@ def matmul_swiglu_backward_fused(
         HIDDEN=grad.shape[1],
         WIDTH=width,
         FLAT=tile.flat,
+        EARLY=tile.early,
         DESCRIBED=describable(grad, weight),
         **tile.options(act.device),
     )

@@ -2,7 +2,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import assert_right, assert_same_formula, cast, gradients, run
-from matmul_checks import TILE, draw, over_dtypes, over_tokens, tile_for
+from matmul_checks import (
+    GPU_TILE,
+    TILE,
+    draw,
+    over_dtypes,
+    over_early,
+    over_tokens,
+    tile_for,
+)
 
 from fusedbwd.kernels.matmul_gelu import (
     matmul_gelu_backward_fused,
@@ -63,12 +71,21 @@ def test_kernel(tokens, hidden, width, approximate, dtype, loads, device):
     check(fused(tile), args, dtype)
 
 
+@over_dtypes
+@over_early
+def test_x_loaded_ahead(early, dtype, device):
+    """Two rounds of tiles a program, so that what is loaded for one is not used for another."""
+    args = *operands(70, 24, 90, dtype, device), "tanh"
+    check(fused(TILE._replace(subtiles=4, early=early)), args, dtype)
+
+
 @over_flavours
 def test_x_in_float32(approximate, device):
     """What a float32 model under reduced matmul precision hands over."""
     grad, weight, x = operands(33, 24, 40, torch.float32, device)
     args = grad.half(), weight.half(), x, approximate
-    for route in (fused(TILE), matmul_gelu_backward_unfused):
+    ahead = TILE._replace(subtiles=2, early=1)
+    for route in (fused(TILE), fused(ahead), matmul_gelu_backward_unfused):
         check(route, args, torch.float16)
 
 
@@ -95,4 +112,5 @@ def test_float32_goes_to_cublas(device):
 @pytest.mark.parametrize("tokens", [613, 2984, 14_704])
 def test_kernel_at_size(tokens, approximate, device):
     args = *operands(tokens, 512, 2048, torch.bfloat16, device), approximate
-    check(matmul_gelu_backward_launch, args, torch.bfloat16)
+    for route in (matmul_gelu_backward_launch, fused(GPU_TILE)):
+        check(route, args, torch.bfloat16)

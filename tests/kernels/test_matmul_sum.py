@@ -1,7 +1,16 @@
 import pytest
 import torch
 from checks import assert_right, run
-from matmul_checks import TILE, columns, draw, over_dtypes, over_tokens, tile_for
+from matmul_checks import (
+    GPU_TILE,
+    TILE,
+    columns,
+    draw,
+    over_dtypes,
+    over_early,
+    over_tokens,
+    tile_for,
+)
 
 from fusedbwd.errors import UnsupportedError
 from fusedbwd.kernels.matmul_sum import (
@@ -61,6 +70,18 @@ def test_tiles_left_over_are_split(width, programs_per_sm, device):
         torch.testing.assert_close(check(fused(tile), a, b, None, torch.float32, None), whole)
 
 
+@over_dtypes
+@over_early
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_residual_loaded_ahead(early, split, dtype, device):
+    """Not of split tiles. Two rounds of tiles a program, so that what is loaded for one is not
+    used for another; without a residual there is nothing to load."""
+    a, b, residual = operands(70, (40, 24), 90, dtype, device)
+    route = fused(TILE._replace(subtiles=4, early=early, split=split))
+    check(route, a, b, residual.float(), dtype, dtype)
+    check(route, a, b, None, dtype, dtype)
+
+
 @pytest.mark.parametrize("residual_dtype", [None, torch.float16, torch.float32])
 def test_residual_and_result_of_other_dtypes(residual_dtype, device):
     a, b, residual = operands(33, (48,), 40, torch.float16, device)
@@ -105,4 +126,5 @@ def test_too_many_pairs(device):
 @pytest.mark.parametrize("depths", [(14336, 14336), (5120, 1280, 1280)], ids=str)
 def test_kernel_at_size(tokens, depths, device):
     a, b, residual = operands(tokens, depths, 5120, torch.bfloat16, device)
-    check(sum_matmul_launch, a, b, residual, torch.bfloat16, torch.bfloat16)
+    for route in (sum_matmul_launch, fused(GPU_TILE)):
+        check(route, a, b, residual, torch.bfloat16, torch.bfloat16)

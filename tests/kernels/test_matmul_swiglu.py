@@ -2,7 +2,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import assert_right, cast, gradients, run
-from matmul_checks import columns, draw, over_dtypes, over_tokens, tile_for
+from matmul_checks import (
+    GPU_TILE,
+    TILE,
+    columns,
+    draw,
+    over_dtypes,
+    over_early,
+    over_tokens,
+    tile_for,
+)
 
 from fusedbwd.kernels.matmul_swiglu import (
     matmul_swiglu_backward_fused,
@@ -54,6 +63,14 @@ def test_kernel(tokens, hidden, width, dtype, loads, device):
     check(fused(tile), operands(tokens, hidden, width, dtype, device), dtype)
 
 
+@over_dtypes
+@over_early
+def test_factors_loaded_ahead(early, dtype, device):
+    """Two rounds of tiles a program, so that what is loaded for one is not used for another."""
+    args = operands(70, 24, 90, dtype, device)
+    check(fused(TILE._replace(subtiles=4, early=early)), args, dtype)
+
+
 def test_unfused(device):
     check(
         matmul_swiglu_backward_unfused, operands(33, 24, 40, torch.float16, device), torch.float16
@@ -70,4 +87,5 @@ def test_float32_goes_to_cublas(device):
 @pytest.mark.parametrize("tokens", [127, 449, 2984])
 def test_kernel_at_size(tokens, device):
     args = operands(tokens, 5120, 14336, torch.bfloat16, device)
-    check(matmul_swiglu_backward_launch, args, torch.bfloat16)
+    for route in (matmul_swiglu_backward_launch, fused(GPU_TILE)):
+        check(route, args, torch.bfloat16)

@@ -2,6 +2,8 @@
 
 import json
 import math
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,6 +122,18 @@ def test_one_range_needs_no_guard(table):
 def test_a_size_that_nobody_knows_is_cublas(table):
     table(row([128, 512, 2048], [3, 3, 3], [2, 2, 4], [4, 1, 4]))
     assert route(SHAPE, ShapeEnv().create_unbacked_symint(), GPU) is None
+
+
+def test_tuning_a_few_token_counts_keeps_the_others():
+    """Of the tiles that are still tried; a tile that is new was not measured there."""
+    merged = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "tune.py"))["merged"]
+    old = row([128, 512], [3, 4], [1, 2], [5, 6])
+    new = row([256, 512], [7, 8], [9, 10], [11, 12])
+    new["routes"][0]["tile"] = A._replace(early=1)._asdict()
+    both = merged(old, new)
+    assert both["tokens"] == [128, 256, 512]
+    assert both["cublas_ms"] == [3, 7, 8]
+    assert [r["ms"] for r in both["routes"]] == [[None, 9, 10], [5, 11, 12]]
 
 
 @pytest.mark.parametrize("path", sorted(_routes.DATA.glob("matmul_*.json")), ids=lambda p: p.stem)
