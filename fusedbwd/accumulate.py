@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterable
 
 import torch
 from torch import fx
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
+from torch._inductor import config as inductor_config
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 
-from fusedbwd.graph import depends_on, same_size, value
+from fusedbwd.graph import same_size, value
 from fusedbwd.kernels._op import LAUNCHERS
 
 log = logging.getLogger("fusedbwd")
@@ -40,7 +40,7 @@ class _AddMatmul(ir.ExternKernelOut):
     def __init__(self, total: ir.IRNode, a: ir.IRNode, b: ir.IRNode):
         V.graph.mark_buffer_mutated(total.get_name())
         super().__init__(
-            ir.NoneLayout(device=total.get_device()),
+            ir.NoneLayout(device=total.get_device()),  # type: ignore[arg-type]
             [total, a, b],
             kwargs={"alpha": 1, "beta": 1},
             python_kernel_name="extern_kernels.addmm",
@@ -56,7 +56,7 @@ class _AddMatmul(ir.ExternKernelOut):
         return [self.input_name(0)]
 
     def codegen_reference(self, writer=None) -> str:
-        return self.inputs[0].codegen_reference(writer)
+        return self.inputs[0].codegen_reference(writer)  # type: ignore[union-attr]
 
 
 def add_matmul(x, a, b):
@@ -84,44 +84,64 @@ add_matmul._inductor_lowering_output_metadata_is_input = 0  # type: ignore[attr-
 
 def accumulate_pass(graph: fx.Graph) -> None:
     """Replaces each sum of a tensor that may be overwritten and a matmul."""
+    if inductor_config.max_autotune or inductor_config.max_autotune_gemm:
+        return  # Inductor then has kernels other than cuBLAS's to choose from
+    if inductor_config.aten_distributed_optimizations.enable_overlap_scheduling:
+        return  # nodes are put in another order then, which no edge keeps a reader of x out of
     found = 0
     for node in list(graph.nodes):
-        overwritten = next((t for t in _terms(node) if _may_overwrite(node, *t)), None)
-        if overwritten is not None:
-            _replace(node, *overwritten)
-            found += 1
-    if found:
-        graph.eliminate_dead_code()
-        log.debug("%d sums added up in place", found)
+        for x, a, b in _terms(node):
+            early = _to_run_before(node, x, a, b)
+            if early is not None:
+                _replace(node, x, a, b, early)
+                found += 1
+                break
+    graph.eliminate_dead_code()
     graph.lint()
+    log.debug("%d sums added up in place", found)
 
 
 def _terms(node: fx.Node) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
     """The ways in which ``node`` is x + a @ b: triples x, a, b."""
     if node.target is aten.addmm.default and not node.kwargs:
-        return [node.args]  # type: ignore[list-item]
+        return [node.args]
     if node.target is not aten.add.Tensor or node.kwargs:
         return []
     found = []
     for x, term in (node.args, node.args[::-1]):
         while isinstance(term, fx.Node) and term.target in _VIEWS and len(term.users) == 1:
             term = term.args[0]
-        if isinstance(x, fx.Node) and isinstance(term, fx.Node):
-            if term.target is aten.mm.default and len(term.users) == 1:
-                found.append((x, *term.args))
+        is_matmul = isinstance(term, fx.Node) and term.target is aten.mm.default
+        if isinstance(x, fx.Node) and is_matmul and len(term.users) == 1:
+            found.append((x, *term.args))
     return found
 
 
-def _may_overwrite(total: fx.Node, x: fx.Node, a: fx.Node, b: fx.Node) -> bool:
-    """Whether ``total`` = x + a @ b may lie where x does."""
+def _to_run_before(total: fx.Node, x: fx.Node, a: fx.Node, b: fx.Node) -> list[fx.Node] | None:
+    """What comes after ``total`` = x + a @ b and has to come before it if x is overwritten, in
+    order: what reads x, and what that needs. None if x may not be overwritten.
+    """
     made = _made_as(x)
     if made is None or not _alike(x, total, a, b):
-        return False
+        return None
     same = _aliases(made)
-    readers = _readers(same, total)
-    if a in same or b in same or any(n.op == "output" or _writes(n) for n in readers):
-        return False
-    return not depends_on(readers, [total])
+    if a in same or b in same:
+        return None
+    early = {user for n in same for user in n.users} - {total}
+    following = list(total.graph.nodes)
+    following = following[following.index(total) + 1 :]
+    for node in reversed(following):
+        if node in early:
+            early.update(node.all_input_nodes)
+    moved = [node for node in following if node in early]
+    return None if total in early or any(map(_stays, moved)) else moved
+
+
+def _stays(node: fx.Node) -> bool:
+    """Whether ``node``'s place in the graph matters: what it does is not all in its result."""
+    if node.op == "output" or node.target is add_matmul:
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _alike(x: fx.Node, total: fx.Node, a: fx.Node, b: fx.Node) -> bool:
@@ -131,63 +151,46 @@ def _alike(x: fx.Node, total: fx.Node, a: fx.Node, b: fx.Node) -> bool:
         and v.is_floating_point()
         and v.dtype == value(a).dtype == value(b).dtype == value(total).dtype
         and same_size(v.shape, value(total).shape)
-        and same_size(v.shape[-1:], value(b).shape[-1:])
     )
 
 
 def _made_as(x: fx.Node) -> fx.Node | None:
-    """What ``x`` is all of, if that is memory which this graph allocates."""
+    """The node that ``x`` is all of, if its memory is of this graph's own."""
     while x.target in _VIEWS:
-        x = x.args[0]  # type: ignore[assignment]
+        x = x.args[0]
     source = x.args[0] if x.target is operator.getitem else x
     if not isinstance(source, fx.Node):
         return None
-    fresh = (*_MATMULS, *LAUNCHERS, triton_kernel_wrapper_functional, add_matmul)
-    return x if source.target in fresh else None
+    return x if source.target in (*_computing(), add_matmul) else None
 
 
 def _aliases(node: fx.Node) -> set[fx.Node]:
     """``node`` and what may share its memory: all but what matmuls and kernels compute from it.
 
-    Inductor's own ops may return what they are given (a cast to the same dtype, a clone), so
-    they count as views.
+    Inductor may make other ops return what they are given, a cast to the same dtype for example.
     """
     todo = [node]
     if node.target is operator.getitem:
-        todo = [n for n in node.args[0].users if n.args[1] == node.args[1]]  # type: ignore[union-attr]
-    found = set(todo)
-    computed = (*_MATMULS, *LAUNCHERS, triton_kernel_wrapper_functional, aten.add.Tensor)
+        todo = [n for n in node.args[0].users if n.args[1] == node.args[1]]
+    found, computing = set(todo), (*_computing(), aten.add.Tensor)
     while todo:
         for user in todo.pop().users:
-            if user.op == "call_function" and user.target not in computed and user not in found:
+            if user.op == "call_function" and user.target not in computing and user not in found:
                 found.add(user)
                 todo.append(user)
     return found
 
 
-def _readers(nodes: Iterable[fx.Node], but: fx.Node) -> list[fx.Node]:
-    return [user for n in nodes for user in n.users if user is not but]
+def _computing() -> tuple:
+    """Targets whose results are new memory, also to Inductor."""
+    return (*_MATMULS, *LAUNCHERS, triton_kernel_wrapper_functional)
 
 
-def _writes(node: fx.Node) -> bool:
-    """Whether ``node`` writes to an operand: it has to stay where it is."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _replace(total: fx.Node, x: fx.Node, a: fx.Node, b: fx.Node) -> None:
-    """Puts the addition in place of ``total``, behind everything else that reads ``x``."""
-    graph, made = total.graph, _made_as(x)
-    assert made is not None
-    late = set(_readers(_aliases(made), total))
-    following = list(graph.nodes)
-    following = following[following.index(total) + 1 :]
-    for node in reversed(following):
-        if node in late:
-            late.update(node.all_input_nodes)
-    for node in following:
-        if node in late:
-            total.prepend(node)
-    with graph.inserting_before(total):
-        new = graph.call_function(add_matmul, (x, a, b))
+def _replace(total: fx.Node, x: fx.Node, a: fx.Node, b: fx.Node, early: list[fx.Node]) -> None:
+    """Puts the addition in place of ``total``, and ``early`` before it."""
+    for node in early:
+        total.prepend(node)
+    with total.graph.inserting_before(total):
+        new = total.graph.call_function(add_matmul, (x, a, b))
     new.meta.update(total.meta, val=value(x))
     total.replace_all_uses_with(new)
