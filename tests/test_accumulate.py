@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 import fusedbwd
 from fusedbwd import Config, passes
 from fusedbwd.accumulate import accumulate_pass, add_matmul
+from fusedbwd.bench_kernels import kernels
 from fusedbwd.graph import inline
 from fusedbwd.kernels import sum_matmul
 from fusedbwd.kernels.matmul_sum import sum_matmul_unfused
@@ -310,3 +311,31 @@ def test_reference_problems(name, count):
     assert len(graph.find_nodes(op="call_function", target=add_matmul)) == count
     for op in (aten.addmm.default, aten.add.Tensor):
         assert not graph.find_nodes(op="call_function", target=op)
+
+
+# --- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cpp_wrapper", [False, True], ids=["Python", "C++"])
+def test_a_gpu_copies_and_adds_nothing(cpp_wrapper, dtype):
+    def fn(p, q, a, b, r, w):
+        added = (p @ q).view(2, 48, 128) + (a @ b).view(2, 48, 128)
+        return added, addmms(p, q, a, b, r, w), read_before(p, q, a, b, r, w)
+
+    arguments = [t.repeat(16, 16).to("cuda", dtype) for t in draw()]
+    before = [t.clone() for t in arguments]
+    settings = passes.launching(Config(), backward=True) | {"cpp_wrapper": cpp_wrapper}
+    torch._dynamo.reset()
+    with inductor_config.patch(fx_graph_cache=False, **settings), torch.no_grad():
+        run = torch.compile(fn)
+        got = run(*arguments)
+        inputs = dict(zip(SHAPES, arguments, strict=True))
+        names = [k.name for k in kernels(lambda given: run(*given.values()), inputs, got[0].device)]
+    eager, oracle = fn(*before), fn(*(t.double() for t in before))
+    for ours, theirs, right in zip(*map(pytree.tree_leaves, (got, eager, oracle)), strict=True):
+        assert within(relative_l2(ours, right), budget(relative_l2(theirs, right), dtype))
+    for now, was in zip(arguments, before, strict=True):
+        assert torch.equal(now, was)
+    assert not [n for n in names if "Memcpy" in n or "triton" in n], names
