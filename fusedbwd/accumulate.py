@@ -90,10 +90,10 @@ def accumulate_pass(graph: fx.Graph) -> None:
         return  # nodes are put in another order then, which no edge keeps a reader of x out of
     found = 0
     for node in list(graph.nodes):
-        for x, a, b in _terms(node):
-            early = _to_run_before(node, x, a, b)
+        for x, product in _terms(node):
+            early = _to_run_before(node, x, product)
             if early is not None:
-                _replace(node, x, a, b, early)
+                _replace(node, x, product, early)
                 found += 1
                 break
     graph.eliminate_dead_code()
@@ -101,10 +101,11 @@ def accumulate_pass(graph: fx.Graph) -> None:
     log.debug("%d sums added up in place", found)
 
 
-def _terms(node: fx.Node) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
-    """The ways in which ``node`` is x + a @ b: triples x, a, b."""
+def _terms(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """The ways in which ``node`` is x + a @ b: pairs of x and what multiplies, its last operands
+    a and b."""
     if node.target is aten.addmm.default and not node.kwargs:
-        return [node.args]
+        return [(node.args[0], node)]
     if node.target is not aten.add.Tensor or node.kwargs:
         return []
     found = []
@@ -113,23 +114,28 @@ def _terms(node: fx.Node) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
             term = term.args[0]
         is_matmul = isinstance(term, fx.Node) and term.target is aten.mm.default
         if isinstance(x, fx.Node) and is_matmul and len(term.users) == 1:
-            found.append((x, *term.args))
+            found.append((x, term))
     return found
 
 
-def _to_run_before(total: fx.Node, x: fx.Node, a: fx.Node, b: fx.Node) -> list[fx.Node] | None:
+def _to_run_before(total: fx.Node, x: fx.Node, product: fx.Node) -> list[fx.Node] | None:
     """What comes after ``total`` = x + a @ b and has to come before it if x is overwritten, in
     order: what reads x, and what that needs. None if x may not be overwritten.
     """
+    a, b = product.args[-2:]
     made = _made_as(x)
     if made is None or not _alike(x, total, a, b):
         return None
     same = _aliases(made)
-    if a in same or b in same:
+    nodes = list(total.graph.nodes)
+    place = nodes.index(total)
+    # The factors are read where the total is, no longer where the product was.
+    between = nodes[nodes.index(product) : place]
+    overwritten = (_aliases(_made_as(n.args[0])) for n in between if n.target is add_matmul)
+    if any(a in memory or b in memory for memory in (same, *overwritten)):
         return None
     early = {user for n in same for user in n.users} - {total}
-    following = list(total.graph.nodes)
-    following = following[following.index(total) + 1 :]
+    following = nodes[place + 1 :]
     for node in reversed(following):
         if node in early:
             early.update(node.all_input_nodes)
@@ -186,11 +192,11 @@ def _computing() -> tuple:
     return (*_MATMULS, *LAUNCHERS, triton_kernel_wrapper_functional)
 
 
-def _replace(total: fx.Node, x: fx.Node, a: fx.Node, b: fx.Node, early: list[fx.Node]) -> None:
+def _replace(total: fx.Node, x: fx.Node, product: fx.Node, early: list[fx.Node]) -> None:
     """Puts the addition in place of ``total``, and ``early`` before it."""
     for node in early:
         total.prepend(node)
     with total.graph.inserting_before(total):
-        new = total.graph.call_function(add_matmul, (x, a, b))
+        new = total.graph.call_function(add_matmul, (x, *product.args[-2:]))
     new.meta.update(total.meta, val=value(x))
     total.replace_all_uses_with(new)

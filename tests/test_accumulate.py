@@ -90,6 +90,12 @@ def crossed(p, q, a, b, r, w):
     return x.t() @ second, y.t() @ first
 
 
+def a_factor_overwritten(p, q, a, b, r, w):
+    """The other sum's product would be taken where x is not there any more."""
+    x, y, z = p @ q, torch.addmm(r, a, b), q.t() @ q
+    return torch.addmm(x, a, b), y.view(2, 3, 8) + (x @ z).view(2, 3, 8)
+
+
 TAKEN = {
     mm_and_mm: 1,
     addmms: 2,
@@ -101,6 +107,7 @@ TAKEN = {
     sums_of_sums: 2,
     of_three_dimensions: 1,
     crossed: 1,
+    a_factor_overwritten: 1,
 }
 
 
