@@ -14,6 +14,7 @@ from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters, graph_break_reasons
 from torch._inductor import config as inductor_config
+from torch._inductor import cpu_vec_isa
 from torch._inductor.codecache import FxGraphCache
 from torch._inductor.codegen.common import TritonScratchWorkspace
 from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
@@ -164,6 +165,23 @@ def scratch_by_grid() -> Iterator[None]:
 
     with mock.patch.object(CUDADeviceOpOverrides, "cpp_scratch", cpp_scratch):
         yield
+
+
+@contextlib.contextmanager
+def no_vector_probes() -> Iterator[None]:
+    """Keeps Inductor from finding out what vector instructions the CPU has, inside the block.
+
+    For any C++ it builds, 2.11 to 2.14 first start a Python that imports torch for each
+    instruction set, ten of them, once a process and even on a hit in the cache: up to half a
+    minute for a wrapper around GPU kernels, which has no use for them.
+    """
+    known = cpu_vec_isa.valid_vec_isa_list.cache_info().currsize > 0
+    try:
+        with inductor_config.patch({"cpp.vec_isa_ok": False}):
+            yield
+    finally:
+        if not known:
+            cpu_vec_isa.valid_vec_isa_list.cache_clear()  # code for the CPU asks again
 
 
 _BY_GRID = " * grid_0 * grid_1 * grid_2}"
