@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import triton
 
 from fusedbwd.errors import UnsupportedError
 from fusedbwd.kernels._op import next_power_of_2, sm_count
@@ -22,6 +23,16 @@ class NormTile(NamedTuple):
     def programs(self, device: torch.device) -> int:
         """Programs in the grid, each looping over its share of the rows."""
         return sm_count(device) * self.programs_per_sm
+
+
+@triton.jit
+def by_fours(column):
+    """``column``, of which the compiler knows no more than that fours are neighbours.
+
+    A store of 16-bit elements there is laid out as one of float32 is. It would else take eight to
+    a thread, and what is stored in both dtypes be moved between threads through shared memory.
+    """
+    return column // 4 * 4 + column % 4
 
 
 def max_norm_width(sums: int) -> int:

@@ -10,6 +10,7 @@ from fusedbwd.kernels._op import define_op, launch
 from fusedbwd.kernels._partials import sum_partials
 from fusedbwd.kernels._tiles import (
     accumulation_dtype,
+    by_fours,
     check_norm_shapes,
     check_shapes,
     max_norm_width,
@@ -157,7 +158,7 @@ def _rms_norm_backward_kernel(
         tl.store(dx_ptr + row * WIDTH + column, dx.to(dx_ptr.dtype.element_ty), mask)
         if HAS_ROUNDED:
             rounded = dx.to(rounded_ptr.dtype.element_ty)
-            tl.store(rounded_ptr + row * WIDTH + column, rounded, mask)
+            tl.store(rounded_ptr + row * WIDTH + by_fours(column), rounded, mask)
     if HAS_DW:
         tl.store(partial_ptr + program * WIDTH + column, tl.sum(dw, 0, keep_dims=True), in_width)
 
