@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl  # noqa: F401 (what the interpreter asks of a file with kernels)
 
 from fusedbwd.errors import UnsupportedError
 from fusedbwd.kernels._op import next_power_of_2, sm_count
