@@ -34,7 +34,7 @@ class CompiledBackward:
 def compile_backward(gm: fx.GraphModule, fake_mode, config: Config) -> CompiledBackward:
     """Compiles a backward graph for the sizes, open or fixed, in its placeholders' metadata."""
     fakes = [value(n) for n in gm.graph.find_nodes(op="placeholder")]
-    settings = passes.launching(config, backward=True)
+    settings = passes.launching(config)
     on_gpu = any(t.device.type == "cuda" for t in fakes)
     cpp_wrapper = on_gpu and (inductor_config.cpp_wrapper or config.cpp_wrapper)
     with contextlib.ExitStack() as stack:

@@ -30,8 +30,6 @@ class Config:
         bf16_matmuls: run the backward's float32 matmuls on bfloat16 operands while
             ``torch.set_float32_matmul_precision("medium")`` allows it.
         sum_matmul: add up input gradients of projections inside one matmul (16-bit dtypes).
-        accumulate: let cuBLAS add a matmul's result to a tensor that the backward has made and no
-            longer needs, in its memory (:mod:`fusedbwd.accumulate`); does not count as a fusion.
         gate: leave to Inductor what its own code was measured to do faster on the GPU
             (:mod:`fusedbwd.gate`); False fuses whatever is proven.
         strict: raise :class:`~fusedbwd.errors.FusionError` where nothing was fused.
@@ -54,7 +52,6 @@ class Config:
     bf16_matmuls: bool = True
     matmul_gelu_backward: bool = True
     sum_matmul: bool = True
-    accumulate: bool = True
     gate: bool = True
     strict: bool = False
     verify: bool = False

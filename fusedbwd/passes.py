@@ -19,9 +19,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fusedbwd import compat
-from fusedbwd.accumulate import accumulate_pass
 from fusedbwd.config import Config
-from fusedbwd.graph import gradient_nodes
 from fusedbwd.launch import launch_pass
 
 
@@ -70,19 +68,9 @@ def fingerprint() -> str:
     return digest.hexdigest()
 
 
-def launching(config: Config, *, backward: bool = False) -> dict[str, Any]:
-    """Inductor settings under which fused ops become kernel launches, the user's passes first.
-
-    Args:
-        backward: the graphs are backwards, with whatever names their placeholders have.
-    """
-
-    def run(graph: fx.Graph) -> None:
-        launch_pass(graph)
-        if config.accumulate and (backward or gradient_nodes(graph)):
-            accumulate_pass(graph)
-
-    ours = Pass("launch", run, f"{config.key()},backward={backward}")
+def launching(config: Config) -> dict[str, Any]:
+    """Inductor settings under which fused ops become kernel launches, the user's passes first."""
+    ours = Pass("launch", launch_pass, config.key())
     return {"post_grad_custom_post_pass": after_users("post_grad_custom_post_pass", ours)}
 
 
