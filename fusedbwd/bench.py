@@ -33,6 +33,9 @@ FLUSH_BYTES = 256 << 20
 WARMUP_CALLS = 3
 _SHIFT = 256  # bytes between the addresses of two calls; Triton and cuBLAS like 16 and more
 _ADDRESSES = 16
+# torch.compile takes an offset that equals a size for that size, and compiles anew when they part:
+# offsets are larger than sizes are, and never 0.
+_FIRST = 1 << 20
 
 Variant = Callable[[Mapping[str, Any]], Sequence[Tensor]]
 
@@ -195,14 +198,16 @@ class _MovingInputs:
         self._inputs = inputs
         self._step = 0
         self._arenas = {
-            name: t.new_empty(t.numel() * t.itemsize + _ADDRESSES * _SHIFT, dtype=torch.uint8)
+            name: t.new_empty(
+                _FIRST + t.numel() * t.itemsize + _ADDRESSES * _SHIFT, dtype=torch.uint8
+            )
             for name, t in inputs.items()
             if isinstance(t, Tensor)
         }
 
     def next(self) -> dict[str, Any]:
         """The inputs, freshly copied to the next addresses; the last call's are overwritten."""
-        offset = self._step % _ADDRESSES * _SHIFT
+        offset = _FIRST + self._step % _ADDRESSES * _SHIFT
         self._step += 1
         moved = dict(self._inputs)
         for name, arena in self._arenas.items():

@@ -8,10 +8,11 @@ import runpy
 import pytest
 import torch
 
-from fusedbwd import FusedBwdError, UnsupportedError
+from fusedbwd import FusedBwdError, UnsupportedError, bench
 from fusedbwd.bench_kernels import Kernel, kernels, medians, table
 from fusedbwd.bench_plot import plot
 from fusedbwd.bench_results import CaseTimings, Results, Timing, load, regressions, summary
+from fusedbwd.problems import PROBLEMS
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 COMMITTED = ROOT / "docs" / "results" / "bench-decoder-h200.json"
@@ -168,3 +169,18 @@ def test_kernels_of_several_calls():
         medians([*calls, [("a", 0.0, 10.0)]])
     with pytest.raises(UnsupportedError, match="cpu"):
         kernels(lambda inputs: (), {}, torch.device("cpu"))
+
+
+def test_addresses_make_torch_compile_compile_nothing_anew():
+    """On a GPU Dynamo guards offsets as it does sizes: for being 0 or 1, or equal to another."""
+    problem = PROBLEMS["ffn_gelu_backward"]
+    module = problem.build(device="meta")
+    inputs = problem.inputs(problem.build(**problem.small), 2, 33)
+    moving = bench._MovingInputs(inputs)
+    sizes = max(max(p.shape) for p in module.parameters()), *(n for c in problem.cases for n in c)
+    offsets = []
+    for _ in range(bench._ADDRESSES + 1):
+        found = {t.storage_offset() for t in moving.next().values() if isinstance(t, torch.Tensor)}
+        assert min(found) > max(sizes)
+        offsets.append(found)
+    assert offsets[0] == offsets[-1] and len(set(map(frozenset, offsets))) == bench._ADDRESSES
