@@ -35,7 +35,7 @@ _SHIFT = 256  # bytes between the addresses of two calls; Triton and cuBLAS like
 _ADDRESSES = 16
 # torch.compile takes an offset that equals a size for that size, and compiles anew when they part:
 # offsets are larger than sizes are, and never 0.
-_FIRST = 1 << 20
+_FIRST = 4 << 20
 
 Variant = Callable[[Mapping[str, Any]], Sequence[Tensor]]
 

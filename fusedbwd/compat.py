@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -169,19 +170,20 @@ def scratch_by_grid() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_vector_probes() -> Iterator[None]:
-    """Keeps Inductor from finding out what vector instructions the CPU has, inside the block.
+    """Keeps Inductor from finding out what vector instructions the CPU has, in this thread.
 
     For any C++ it builds, 2.11 to 2.14 first start a Python that imports torch for each
     instruction set, ten of them, once a process and even on a hit in the cache: up to half a
-    minute for a wrapper around GPU kernels, which has no use for them.
+    minute for a wrapper around GPU kernels, which has no use for them. Setting
+    ``cpp.vec_isa_ok`` would do, but the answers are cached in several places for good.
     """
-    known = cpu_vec_isa.valid_vec_isa_list.cache_info().currsize > 0
-    try:
-        with inductor_config.patch({"cpp.vec_isa_ok": False}):
-            yield
-    finally:
-        if not known:
-            cpu_vec_isa.valid_vec_isa_list.cache_clear()  # code for the CPU asks again
+    found_out, here = cpu_vec_isa.valid_vec_isa_list, threading.get_ident()
+
+    def none_here() -> list[cpu_vec_isa.VecISA]:
+        return [] if threading.get_ident() == here else found_out()
+
+    with mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", none_here):
+        yield
 
 
 _BY_GRID = " * grid_0 * grid_1 * grid_2}"

@@ -24,6 +24,7 @@ import torch
 import triton
 from tabulate import tabulate
 
+from fusedbwd.errors import FusedBwdError
 from fusedbwd.kernels import matmul_gelu, matmul_sum, matmul_swiglu
 from fusedbwd.kernels._matmul import MatmulTile
 from fusedbwd.kernels._op import eager, record_launches
@@ -43,7 +44,7 @@ _LOW = MatmulTile(64, 128, 64, stages=4, warps=4, programs_per_sm=2, subtiles=4)
 _TALL = MatmulTile(256, 128, 64, stages=3, warps=8, subtiles=4)
 _SLIM = MatmulTile(64, 128, 64, stages=3, warps=4, programs_per_sm=3, subtiles=4)
 _FEW_WARPS = MatmulTile(128, 128, 64, stages=3, warps=4, programs_per_sm=2, subtiles=8)
-_FLAT = MatmulTile(64, 256, 32, stages=5, warps=8, programs_per_sm=2, subtiles=8)
+_BROAD = MatmulTile(64, 256, 32, stages=5, warps=8, programs_per_sm=2, subtiles=8)
 TILES = {
     "sum_matmul": (
         _SQUARE,
@@ -62,7 +63,7 @@ TILES = {
         _WIDE._replace(subtiles=8, early=1),
         _SLIM._replace(subtiles=8, early=1),
         _FEW_WARPS,
-        _FLAT._replace(early=1),
+        _BROAD._replace(early=1),
     ),
     "matmul_gelu_backward": (
         _SQUARE._replace(stages=4, subtiles=4, flat=True),
@@ -80,7 +81,7 @@ TILES = {
         _SLIM._replace(early=1),
         _FEW_WARPS,
         _FEW_WARPS._replace(early=1),
-        _FLAT._replace(early=2),
+        _BROAD._replace(early=2),
     ),
 }
 # Of sum_matmul with a residual, besides.
@@ -253,11 +254,19 @@ def tune(job: Job, flush: torch.Tensor, calls: int) -> dict[str, Any]:
     }
 
 
-def known(out: Path) -> dict[str, dict[str, Any]]:
-    """The rows of ``out``, or of the shipped table of that name, by their own names."""
+def known(out: Path, head: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows of ``out``, or of the shipped table of that name, by their own names.
+
+    Raises:
+        FusedBwdError: the table is of another GPU, torch or triton than ``head``.
+    """
     for path in (out, DATA / out.name):
         if path.exists():
-            return {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+            table = json.loads(path.read_text())
+            rows = table.pop("rows")
+            if table != head:
+                raise FusedBwdError(f"{path} is of {table}, measured now is {head}: tune all anew")
+            return {row["name"]: row for row in rows}
     return {}
 
 
@@ -340,6 +349,16 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: no shape's name has any of {args.only}", file=sys.stderr)
         return 2
 
+    name = torch.cuda.get_device_name()
+    head = {"gpu": name, "capability": list(torch.cuda.get_device_capability())}
+    head |= {"torch": torch.__version__, "triton": triton.__version__}
+    out = args.out or DATA / f"matmul_{name.split()[-1].lower()}.json"
+    try:
+        rows = known(out, head) if len(shapes) < len(SHAPES) or args.tokens else {}
+    except FusedBwdError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
     def progress(text: str) -> None:
         print(f"\r{time.time() - start:4.0f} s  {text:60}", end="", file=sys.stderr, flush=True)
 
@@ -357,12 +376,6 @@ def main(argv: list[str] | None = None) -> int:
             if problem:
                 print(f"\n{problem}")
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    major, minor = torch.cuda.get_device_capability()
-    name = torch.cuda.get_device_name()
-    head = {"gpu": name, "capability": [major, minor]}
-    head |= {"torch": torch.__version__, "triton": triton.__version__}
-    out = args.out or DATA / f"matmul_{name.split()[-1].lower()}.json"
-    rows = known(out) if len(shapes) < len(SHAPES) or args.tokens else {}
     for i, job in enumerate(shapes.values()):
         progress(f"timing {i + 1} of {len(shapes)}: {job.name}")
         row = tune(job, flush, args.calls)

@@ -3,7 +3,7 @@ stand for them.
 
 One part each: one product, with TF32's 10 mantissa bits. Two parts each: three products, the two
 small ones added up by themselves; the large one's partial sums over each step of the summed
-dimension, 64 of it, outside the tensor core, whose own additions round less carefully than float32's.
+dimension, 64 of it, outside the tensor core, whose own additions are less exact than float32's.
 
 Whether the operands' parts are safe is known on the device only. The kernel asks there, and
 multiplies the float32 operands themselves, by float32 instructions, if one is not.
@@ -41,8 +41,8 @@ from fusedbwd.kernels.fp16_parts import (
 )
 
 PARTIAL_SUM = 512
-"""The most of the summed dimension in a partial sum: of the reference, and in float32. The tensor
-core's are of a tile's depth."""
+"""The most of the summed dimension that is added up before the total is: in the reference and in
+float32. On the tensor core, which adds less carefully, a step of the tile's depth is."""
 
 TILES = {
     1: MatmulTile(128, 256, 64, stages=3, warps=8, subtiles=4, split=True),

@@ -110,7 +110,9 @@ def test_float32_goes_to_cublas(device):
 @pytest.mark.gpu
 @over_flavours
 @pytest.mark.parametrize("tokens", [613, 2984, 14_704])
-def test_kernel_at_size(tokens, approximate, device):
-    args = *operands(tokens, 512, 2048, torch.bfloat16, device), approximate
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_kernel_at_size(tokens, approximate, x_dtype, device):
+    grad, weight, x = operands(tokens, 512, 2048, torch.bfloat16, device)
+    args = grad, weight, x.to(x_dtype), approximate
     for route in (matmul_gelu_backward_launch, fused(GPU_TILE)):
         check(route, args, torch.bfloat16)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from fusedbwd.errors import FusedBwdError
 from fusedbwd.kernels import _routes
 from fusedbwd.kernels._matmul import MatmulTile
 from fusedbwd.kernels._routes import EDGES, Shape, nearest, ranges, route, tiles
@@ -134,6 +135,17 @@ def test_tuning_a_few_token_counts_keeps_the_others():
     assert both["tokens"] == [128, 256, 512]
     assert both["cublas_ms"] == [3, 7, 8]
     assert [r["ms"] for r in both["routes"]] == [[None, 9, 10], [5, 11, 12]]
+
+
+def test_tuning_a_part_keeps_no_rows_of_another_gpu(tmp_path):
+    known = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "tune.py"))["known"]
+    head = {"gpu": "a GPU", "capability": [9, 0], "torch": "2.11.0", "triton": "3.6.0"}
+    path = tmp_path / "matmul_gpu.json"
+    assert known(path, head) == {}
+    path.write_text(json.dumps(head | {"rows": [{"name": "a"}]}))
+    assert known(path, head) == {"a": {"name": "a"}}
+    with pytest.raises(FusedBwdError, match="another GPU"):
+        known(path, head | {"gpu": "another GPU"})
 
 
 @pytest.mark.parametrize("path", sorted(_routes.DATA.glob("matmul_*.json")), ids=lambda p: p.stem)

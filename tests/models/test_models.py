@@ -62,10 +62,11 @@ def test_compiled(name, attention, dtype):
 @pytest.mark.slow
 @MATRIX
 def test_on_a_gpu(name, attention, dtype):
-    """What fires there is up to the gate too. Inductor's own float32 code is at places 2.5 times as
-    far off as eager's (Qwen2's q and k): what is over is held to that."""
+    """What fires there is up to the gate too. Inductor's own float32 code for Qwen2's q and k is up
+    to 2.6 times as far off as eager's: where these are over, they are held to that."""
     over = over_budget(compare(name, attention, getattr(torch, dtype), device="cuda"))
-    if over and dtype == "float32":
+    if over and (name, dtype) == ("Qwen2", "float32"):
+        assert all("q_proj" in n or "k_proj" in n for n in over), over
         unfused = compare(name, attention, torch.float32, device="cuda", config=UNFUSED).errors
         over = {n: (e, unfused[n][0]) for n, (e, _) in over.items() if not e <= 1.5 * unfused[n][0]}
     assert not over
