@@ -234,7 +234,7 @@ def table(rows: Sequence[Row], fmt: str = "simple") -> str:
 
 def write(path: Path, rows: Sequence[Row], device: torch.device) -> None:
     """Writes the table of this GPU to ``path``; rows that are there already and were not
-    measured again stay.
+    measured again stay. ``measured`` dates each fusion, ``environment`` is that of the last run.
 
     Raises:
         FusedBwdError: the file holds another GPU's measurements.
@@ -245,7 +245,9 @@ def write(path: Path, rows: Sequence[Row], device: torch.device) -> None:
         raise FusedBwdError(f"{path} holds the measurements of {old['gpu']}")
     found = {_key(r): r for r in (*(Row(**r) for r in old.get("fusions", ())), *rows)}
     lines = ",\n".join(f"  {json.dumps(asdict(r))}" for r in found.values())
-    rest = {k: v for k, v in old.items() if k != "fusions"} | {"environment": about}
+    dates = old.get("measured", {}) | {r.fusion: about["date"] for r in rows}
+    rest = {k: v for k, v in old.items() if k != "fusions"}
+    rest |= {"environment": about, "measured": dates}
     head = json.dumps(rest, indent=1).removesuffix("\n}")
     path.write_text(f'{head},\n "fusions": [\n{lines}\n ]\n}}\n')
 
