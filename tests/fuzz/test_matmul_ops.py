@@ -38,6 +38,7 @@ def tiles(draw, *, epilogue: bool):
                 group=st.sampled_from([1, 2, 8]),
                 split=st.just(False) if epilogue else st.booleans(),
                 flat=st.booleans() if epilogue else st.just(False),
+                early=st.sampled_from([0, 1, 2]),
             )
         )
     )
