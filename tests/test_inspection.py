@@ -274,8 +274,8 @@ def test_script_on_what_is_not_there(tmp_path, path, message):
     [
         # GELU in the epilogue; the residual added by Inductor after a matmul of cuBLAS.
         ((1, 613), ["_matmul_gelu_kernel", "_sum_partials_kernel"], 3),
-        # GELU by itself; the residual inside a matmul.
-        ((16, 919), ["_gelu_backward_kernel", "_sum_partials_kernel", "_sum_matmul_kernel"], 3),
+        # The residual inside a matmul too.
+        ((16, 919), ["_matmul_gelu_kernel", "_sum_partials_kernel", "_sum_matmul_kernel"], 2),
     ],
     ids=str,
 )
@@ -288,4 +288,4 @@ def test_launches_at_medium_precision(case, ours, cublas):
     first = ["_round_to_kernel", "_layer_norm_backward_kernel", "_sum_partials_kernel"]
     assert sorted(kernels) == sorted([*first, "_round_to_kernel", *ours])
     added = "_sum_matmul_kernel" not in kernels
-    assert len(kernels) + cublas + added == 10
+    assert len(kernels) + cublas + added == 9 + added
