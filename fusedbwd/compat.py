@@ -168,6 +168,14 @@ def scratch_by_grid() -> Iterator[None]:
         yield
 
 
+_BY_GRID = " * grid_0 * grid_1 * grid_2}"
+
+
+def _allocates_scratch_by_grid() -> bool:
+    scratch = CUDADeviceOpOverrides().cpp_scratch(0, TritonScratchWorkspace(1, lambda: ""))
+    return scratch is not None and any("grid_0" in line for line in scratch[0])
+
+
 @contextlib.contextmanager
 def no_vector_probes() -> Iterator[None]:
     """Keeps Inductor from finding out what vector instructions the CPU has, in this thread.
@@ -184,14 +192,6 @@ def no_vector_probes() -> Iterator[None]:
 
     with mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", none_here):
         yield
-
-
-_BY_GRID = " * grid_0 * grid_1 * grid_2}"
-
-
-def _allocates_scratch_by_grid() -> bool:
-    scratch = CUDADeviceOpOverrides().cpp_scratch(0, TritonScratchWorkspace(1, lambda: ""))
-    return scratch is not None and any("grid_0" in line for line in scratch[0])
 
 
 @contextlib.contextmanager

@@ -270,16 +270,16 @@ def test_script_on_what_is_not_there(tmp_path, path, message):
 
 
 @pytest.mark.parametrize(
-    ("case", "ours", "cublas"),
+    ("case", "ours", "cublas", "launches"),
     [
         # GELU in the epilogue; the residual added by Inductor after a matmul of cuBLAS.
-        ((1, 613), ["_matmul_gelu_kernel", "_sum_partials_kernel"], 3),
+        ((1, 613), ["_matmul_gelu_kernel", "_sum_partials_kernel"], 3, 10),
         # The residual inside a matmul too.
-        ((16, 919), ["_matmul_gelu_kernel", "_sum_partials_kernel", "_sum_matmul_kernel"], 2),
+        ((16, 919), ["_matmul_gelu_kernel", "_sum_partials_kernel", "_sum_matmul_kernel"], 2, 9),
     ],
     ids=str,
 )
-def test_launches_at_medium_precision(case, ours, cublas):
+def test_launches_at_medium_precision(case, ours, cublas, launches):
     """At most ten on an H200 for the FFN at either end, by the routes of its token counts."""
     with matmul_precision(MEDIUM):
         inspection = inspect_problem("ffn_gelu_backward", case=case)
@@ -288,4 +288,4 @@ def test_launches_at_medium_precision(case, ours, cublas):
     first = ["_round_to_kernel", "_layer_norm_backward_kernel", "_sum_partials_kernel"]
     assert sorted(kernels) == sorted([*first, "_round_to_kernel", *ours])
     added = "_sum_matmul_kernel" not in kernels
-    assert len(kernels) + cublas + added == 9 + added
+    assert len(kernels) + cublas + added == launches
