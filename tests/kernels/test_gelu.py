@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -80,6 +82,24 @@ def test_large_inputs(approximate, implementation, device):
     else:
         dx, _ = gelu_backward_reference(grad, x, approximate)
     assert dx.tolist() == [[1, 1, 1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("approximate", FLAVOURS)
+def test_slope(approximate, device):
+    """To float32's last digits everywhere, and relative to itself in the tail, where 1 + erf and
+    1 + tanh leave nothing."""
+    x = torch.linspace(-12, 12, 24001, device=device)[:, None]
+    slope, _ = run(gelu_backward_launch, torch.ones_like(x), x, approximate)
+    wide = x.double()
+    if approximate == "tanh":
+        exact = gelu_backward_reference(torch.ones_like(wide), wide, "tanh")[0]
+    else:
+        density = torch.exp(-(wide**2) / 2) / math.sqrt(2 * math.pi)
+        exact = torch.special.erfc(-wide * math.sqrt(0.5)) / 2 + wide * density
+    error = (slope - exact).abs()
+    assert error.max() < 2.5e-7
+    tail = (-12 < x) & (x < -2) & (exact.abs() > 1e-35)
+    assert (error / exact.abs())[tail].max() < 3e-5
 
 
 @pytest.mark.parametrize("approximate", FLAVOURS)
