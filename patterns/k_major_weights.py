@@ -26,6 +26,7 @@ from fusedbwd.patterns.pattern import Pattern, Rewrite, require
 from fusedbwd.precision import HIGHEST, in_force
 
 aten = torch.ops.aten
+_PERMUTE = aten.permute.default
 
 
 def _prove(match: Match) -> Rewrite | None:
@@ -37,7 +38,7 @@ def _prove(match: Match) -> Rewrite | None:
         return None
     a, b = value(grad), value(weight)
     beyond = k_major_beyond(b.device)
-    require(beyond is not None, f"not measured on this {b.device.type}")
+    require(beyond is not None, f"whether a copy pays was not measured on this {b.device.type}")
     # So that the copy is smaller than the gradient, too.
     edge = next((e for e in EDGES if e >= max(beyond, b.shape[1])), None)
     require(edge is not None, f"a copy of {weight.name}, {list(b.shape)}, may be larger than the "
@@ -69,19 +70,18 @@ def _copy_once(graph: fx.Graph) -> None:
     """Leaves one copy of each weight, and that in the backward: it is computed from the forward
     alone, where the partitioner would put it, to save it."""
     gradients = gradient_nodes(graph)
-    copies: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
+    copies: dict[tuple[fx.Node, str], fx.Node] = {}
     for copy in graph.find_nodes(op="call_function", target=aten.clone.default):
         source = weight = copy.args[0]
-        matmuls = [user for view in copy.users for user in view.users]
-        for_matmuls = matmuls and all(m.target is aten.mm.default for m in matmuls)
-        if source.target is not aten.permute.default or not for_matmuls:
-            continue
-        if copy in gradients or not gradients.issuperset(matmuls):
+        around = {n.target for view in copy.users for n in (source, view, *view.users)}
+        of_backward = copy.meta.get("partitioner_tag") == "is_backward"  # as its matmul
+        if copy in gradients or not of_backward or around != {_PERMUTE, aten.mm.default}:
             continue
         copy.meta["partitioner_tag"] = "must_be_in_backward"
-        while weight.target is aten.permute.default:
+        while weight.target is _PERMUTE:
             weight = weight.args[0]
-        copy.replace_all_uses_with(copies.setdefault((weight, value(source).stride()), copy))
+        key = weight, str(value(source).stride())  # a text, since open sizes have no hash
+        copy.replace_all_uses_with(copies.setdefault(key, copy))
     graph.eliminate_dead_code()
 
 

@@ -41,9 +41,8 @@ REACH = 4.0
 """How far a measured shape's depth and width may be from those it stands in for."""
 
 K_MAJOR_BEYOND: dict[tuple[int, int] | None, int] = {}
-"""Of cuBLAS's TF32, by compute capability: the edge beyond which it is faster on a K-major copy of
-the weight, its copying included, at every number of tokens and shape that ``scripts/bench_layouts.py``
-measures. Where there is none it was not measured, or never is."""
+"""By compute capability, the edge beyond which cuBLAS's TF32 was faster on a K-major copy of the
+weight, copying included, whatever ``scripts/bench_layouts.py`` tried; none: it was not measured."""
 
 _DEFAULT_CAPABILITY = (9, 0)  # H200, as in _op.sm_count
 _SETTLED = 0.99  # a class keeps the one before's route if that is so close to the best
