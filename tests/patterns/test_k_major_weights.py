@@ -122,6 +122,18 @@ def test_not_fused(check, name, dynamic):
     assert PATTERN not in found.near_misses()
 
 
+def test_what_is_multiplied_with_has_a_static_size(check):
+    """Tokens multiplied with tokens are, like weights, where their number is known."""
+
+    def fn(x):
+        tokens = x.flatten(0, 1)
+        return (tokens @ tokens.t() @ tokens).view_as(x)
+
+    check(fn, arguments_of(fn), precision=HIGH, fires=1)
+    found = check(fn, arguments_of(fn), dynamic=True, precision=HIGH, fires=0)
+    assert PATTERN not in found.near_misses()
+
+
 def fused(fn, shapes=None, precision=HIGH, config=Config(), **kwargs):  # noqa: B008
     gm, _ = joint_graph(fn, arguments_of(fn, **(shapes or {})), **kwargs)
     with matmul_precision(precision):
