@@ -89,6 +89,12 @@ class ByGradient(torch.autograd.Function):
 
 LOOKALIKES = {
     "a K-major weight": (lambda x, m: x @ m, {}, torch.float32, HIGH),
+    "a column": (
+        lambda x, m: F.linear(x, m),
+        {"x": ("b", "s", 1), "m": (11, 1)},
+        torch.float32,
+        HIGH,
+    ),
     "a weight of neither layout": (
         lambda x, m: F.linear(x, m[:, ::2]),
         {"x": ("b", "s", 17), "m": (11, 34)},
@@ -210,17 +216,34 @@ def test_a_weight_is_copied_once():
     assert len(nodes(gm, aten.clone)) == 3
 
 
-def test_a_copy_of_the_forward_stays(check):
+def test_a_copy_of_the_forward_stays():
     """It is the user's own, and saved as before."""
+    gm, found = fused(lambda x, m: F.linear(x, m.t().contiguous()))
+    assert found.counts() == {PATTERN: 1}
+    tags = [n.meta["partitioner_tag"] for n in nodes(gm, aten.clone)]
+    assert tags == ["is_forward", "must_be_in_backward"]
 
-    def fn(x, m):
-        columns = m.t().contiguous()
-        return (x @ columns).tanh() @ columns
 
-    gm, _ = fused(fn)
-    (copied,) = nodes(gm, aten.clone)
-    assert copied.meta["partitioner_tag"] == "is_forward"
-    check(fn, arguments_of(fn), precision=HIGH, fires=0)
+class OwnCopies(torch.autograd.Function):
+    """Its backward multiplies with two copies of its own, of a matrix and of its transpose."""
+
+    @staticmethod
+    def forward(ctx, x, m):
+        ctx.save_for_backward(m[:, :WIDTH])
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (m,) = ctx.saved_tensors
+        flat = grad.flatten(0, 1)
+        dx = flat @ m.t().contiguous().t() + (flat @ m.t().t().contiguous().t()).cos()
+        return dx.view_as(grad), None
+
+
+def test_other_copies_of_one_weight_stay_apart(check):
+    fn = lambda x, m: OwnCopies.apply(x, m)  # noqa: E731
+    shapes = arguments_of(fn, m=(WIDTH, 2 * WIDTH))
+    check(fn, shapes, frozen=("m",), precision=HIGH, fires=0)
 
 
 # --- compiled
