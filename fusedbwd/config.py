@@ -30,6 +30,8 @@ class Config:
         bf16_matmuls: run the backward's float32 matmuls on bfloat16 operands while
             ``torch.set_float32_matmul_precision("medium")`` allows it.
         sum_matmul: add up input gradients of projections inside one matmul (16-bit dtypes).
+        k_major_weights: copy a weight so that it is contiguous along the summed dimension before a
+            float32 matmul of an input gradient, where TF32 is allowed and that was measured to pay.
         gate: leave to Inductor what its own code was measured to do faster on the GPU
             (:mod:`fusedbwd.gate`); False fuses whatever is proven.
         strict: raise :class:`~fusedbwd.errors.FusionError` where nothing was fused.
@@ -52,6 +54,7 @@ class Config:
     bf16_matmuls: bool = True
     matmul_gelu_backward: bool = True
     sum_matmul: bool = True
+    k_major_weights: bool = True
     gate: bool = True
     strict: bool = False
     verify: bool = False

@@ -11,6 +11,7 @@ from fusedbwd.patterns import (
     fp16x3,
     geglu_backward,
     gelu_backward,
+    k_major_weights,
     layer_norm_backward,
     matmul_gelu_backward,
     matmul_swiglu_backward,
@@ -35,8 +36,10 @@ PATTERNS: tuple[Pattern, ...] = (
     bf16_matmuls.PATTERN,
     matmul_gelu_backward.PATTERN,
     sum_matmul.PATTERN,
+    k_major_weights.PATTERN,
 )
 """Every fusion, in the order in which the passes run: LayerNorm first, because it is an RMSNorm
-of what is centered before, and GeGLU before GELU, whose bias gradient alone it would take."""
+of what is centered before, and GeGLU before GELU, whose bias gradient alone it would take. K-major
+weights come last, for the matmuls that are left to the library."""
 
 __all__ = ["PATTERNS", "Miss", "Pattern", "Rewrite"]

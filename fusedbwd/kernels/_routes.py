@@ -40,6 +40,10 @@ WORTH = 0.97
 REACH = 4.0
 """How far a measured shape's depth and width may be from those it stands in for."""
 
+K_MAJOR_BEYOND: dict[tuple[int, int] | None, int] = {}
+"""By compute capability, the edge beyond which cuBLAS's TF32 was faster on a K-major copy of the
+weight, copying included, whatever ``scripts/bench_layouts.py`` tried; none: it was not measured."""
+
 _DEFAULT_CAPABILITY = (9, 0)  # H200, as in _op.sm_count
 _SETTLED = 0.99  # a class keeps the one before's route if that is so close to the best
 
@@ -90,6 +94,11 @@ def pays(shape: Shape, device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     return any(tile is not None for _, tile in _routes(shape, _capability(device)))
+
+
+def k_major_beyond(device: torch.device) -> int | None:
+    """The entry of :data:`K_MAJOR_BEYOND` for ``device``; None where there is none."""
+    return K_MAJOR_BEYOND.get(_capability(device))
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:

@@ -1,0 +1,198 @@
+#!/usr/bin/env python
+"""Times the float32 matmuls of the FFN's backward in other layouts of the same operands.
+
+- Input gradients, grad [T, K] @ weight [K, N]: the weight as it lies, contiguous along N; copied
+  beforehand so that it is contiguous along K, the summed dimension; and that with the copy timed
+  too. The copy is ATen's.
+- Weight gradients, grad.t() @ x, both contiguous across the summed dimension: as they are, and as
+  the transpose of x.t() @ grad.
+
+Every call finds a cold L2 cache; times are medians of calls that take turns. The last line is what
+fusedbwd/kernels/_routes.py wants to know for the pattern k_major_weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from tabulate import tabulate
+
+from fusedbwd import bench_kernels
+from fusedbwd.bench import FLUSH_BYTES
+from fusedbwd.errors import FusedBwdError
+from fusedbwd.kernels._routes import EDGES
+from fusedbwd.numerics import relative_l2
+from fusedbwd.precision import HIGH, HIGHEST, matmul_precision
+
+TOKENS = (613, 2984, 17312, 131072)
+AS_IT_LIES, TRANSPOSED, COPYING = "as it lies", "transposed", "copy, transposed"
+WAYS = (AS_IT_LIES, TRANSPOSED, COPYING)
+AGREE = 2e-3  # twice what rounding to TF32 changes: that differs by kernel
+
+Runs = Mapping[str, Callable[[], torch.Tensor]]
+
+
+class Row(NamedTuple):
+    """Medians of one matmul, in microseconds, by way."""
+
+    precision: str
+    tokens: int
+    matmul: str
+    flops: float
+    us: dict[str, float]
+
+    def speed(self, way: str) -> float:
+        """Relative to the operands as they lie."""
+        return self.us[AS_IT_LIES] / self.us[way]
+
+
+def matmuls(tokens: int, hidden: int, wide: int, device: torch.device) -> dict[str, Runs]:
+    """The four of an FFN [hidden, wide], each in its ways, on random operands."""
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device)
+
+    dy, x, dh, h = (rand(tokens, n) for n in (hidden, hidden, wide, wide))
+    fc1, fc2 = rand(wide, hidden), rand(hidden, wide)
+    return {
+        "fc2 input": input_gradient(dy, fc2),
+        "fc1 input": input_gradient(dh, fc1),
+        "fc2 weight": weight_gradient(dy, h),
+        "fc1 weight": weight_gradient(dh, x),
+    }
+
+
+def input_gradient(grad: torch.Tensor, weight: torch.Tensor) -> Runs:
+    k_major = weight.t().contiguous().t()
+    return {
+        AS_IT_LIES: lambda: torch.mm(grad, weight),
+        TRANSPOSED: lambda: torch.mm(grad, k_major),
+        COPYING: lambda: torch.mm(grad, weight.t().contiguous().t()),
+    }
+
+
+def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> Runs:
+    return {
+        AS_IT_LIES: lambda: torch.mm(grad.t(), x),
+        TRANSPOSED: lambda: torch.mm(x.t(), grad).t(),
+    }
+
+
+def microseconds(runs: Runs, calls: int, flush: torch.Tensor) -> dict[str, float]:
+    """Median time of each, interleaved; on a GPU by events, with the host ahead of it."""
+    times: dict[str, list[float]] = {way: [] for way in runs}
+    for call, way in itertools.product(range(calls + 2), runs):
+        flush.zero_()
+        if flush.is_cuda:
+            torch.cuda._sleep(300_000)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            runs[way]()
+            end.record()
+            end.synchronize()
+            elapsed = start.elapsed_time(end) * 1e3
+        else:
+            begin = time.perf_counter()
+            runs[way]()
+            elapsed = (time.perf_counter() - begin) * 1e6
+        if call >= 2:
+            times[way].append(elapsed)
+    return {way: statistics.median(found) for way, found in times.items()}
+
+
+def measure(
+    precision: str, tokens: int, sizes: tuple[int, int], calls: int, flush: torch.Tensor
+) -> list[Row]:
+    """A row for each of the four matmuls.
+
+    Raises:
+        FusedBwdError: two ways differ by more than kernels of one precision may.
+    """
+    rows = []
+    for name, runs in matmuls(tokens, *sizes, flush.device).items():
+        with matmul_precision(precision):
+            expected = runs[AS_IT_LIES]()
+            for way, run in runs.items():
+                if not (error := relative_l2(run(), expected)) < AGREE:
+                    raise FusedBwdError(f"{name}, {tokens} tokens, {way}: differs by {error:.1e}")
+            us = microseconds(runs, calls, flush)
+        rows.append(Row(precision, tokens, name, 2.0 * tokens * sizes[0] * sizes[1], us))
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """Times, TFLOP/s as the operands lie, and speeds relative to that."""
+    lines = [
+        [r.precision, r.tokens, r.matmul, r.us[AS_IT_LIES], r.flops / r.us[AS_IT_LIES] / 1e6]
+        + [f(r, way) for way in WAYS[1:] if way in r.us for f in (lambda r, w: r.us[w], Row.speed)]
+        for r in rows
+    ]
+    heads = ["precision", "tokens", "gradient of", AS_IT_LIES, "TFLOP/s"]
+    heads += [head for way in WAYS[1:] for head in (way, "speed")]
+    formats = ("", "", "", ".1f", ".0f", ".1f", ".2f", ".1f", ".2f")
+    return tabulate(lines, headers=heads, floatfmt=formats)
+
+
+def pays_beyond(rows: list[Row]) -> int | None:
+    """The first edge beyond which copying is faster under "high" at every number of tokens that
+    was measured; None if there is none."""
+    copying = [r for r in rows if r.precision == HIGH and COPYING in r.us]
+    for edge in EDGES:
+        speeds = [r.speed(COPYING) for r in copying if r.tokens > edge]
+        if speeds and min(speeds) > 1:
+            return edge
+    return None
+
+
+def print_kernels(tokens: int, sizes: tuple[int, int], device: torch.device) -> None:
+    """Which kernels each way runs under "high"."""
+    for name, runs in matmuls(tokens, *sizes, device).items():
+        for way, run in runs.items():
+            with matmul_precision(HIGH):
+                found = bench_kernels.kernels(lambda _, r=run: (r(),), {}, device, calls=1)
+            print(f"{name}, {way}: " + ", ".join(f"{k.name[:90]} {k.us:.0f} µs" for k in found))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the table; returns 1 if results differ."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--sizes", type=int, nargs=2, default=(512, 2048), metavar=("HIDDEN", "WIDE")
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--calls", type=int, default=15, help="timed calls of each way")
+    parser.add_argument("--kernels", action="store_true", help="name them, at the most tokens")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, for a look on a CPU")
+    args = parser.parse_args(argv)
+    device = torch.device(args.device)
+    sizes = (16, 24) if args.small else tuple(args.sizes)
+    tokens = (7, 200) if args.small else args.tokens
+    flush = torch.empty(1024 if args.small else FLUSH_BYTES, dtype=torch.uint8, device=device)
+    rows: list[Row] = []
+    try:
+        for precision, t in itertools.product((HIGH, HIGHEST), tokens):
+            rows += measure(precision, t, sizes, args.calls, flush)
+    except FusedBwdError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print("microseconds\n" + table(rows))
+    if args.kernels:
+        print_kernels(max(tokens), sizes, device)
+    edge = pays_beyond(rows)
+    where = "nowhere" if edge is None else f"beyond {edge} tokens"
+    print(f"copying the weight is faster under {HIGH!r}: {where}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
