@@ -68,12 +68,22 @@ def variants(
     return {name: makers[name]() for name in names}
 
 
+def first_calls(
+    problem: Problem, module: nn.Module, fns: Mapping[str, Variant], case: Case, *, seed: int = 0
+) -> dict[str, float]:
+    """Calls every variant once, as :func:`bench_case` does; seconds each, compiling included."""
+    moving = _MovingInputs(problem.inputs(module, *case, seed))
+    stopwatch = _Stopwatch(next(module.parameters()).device, 0)
+    return {name: stopwatch.wall(fn, moving.next())[0] for name, fn in fns.items()}
+
+
 def bench_case(
     problem: Problem,
     module: nn.Module,
     fns: Mapping[str, Variant],
     case: Case,
     *,
+    first: Mapping[str, float] | None = None,
     calls: int = 30,
     seed: int = 0,
     flush_bytes: int = FLUSH_BYTES,
@@ -85,20 +95,22 @@ def bench_case(
 
     Args:
         fns: the variants; each takes the inputs by name and returns the gradients in order.
+        first: what :func:`first_calls` returned for this case; called now if None. Better before
+            any case is timed: compiling starts processes that still run when it has ended.
         calls: timed calls of each variant, after ``WARMUP_CALLS`` that are not.
         flush_bytes: size of the buffer written before each call.
     """
     batch, seq = case
     schema = problem.schema(module)
+    first = first or first_calls(problem, module, fns, case, seed=seed)
     inputs = problem.inputs(module, batch, seq, seed)
     device = next(module.parameters()).device
     stopwatch = _Stopwatch(device, flush_bytes)
     moving = _MovingInputs(inputs)
 
-    first = {name: stopwatch.wall(fn, moving.next())[0] for name, fn in fns.items()}
     peaks = {}
     for name, fn in fns.items():
-        for _ in range(WARMUP_CALLS - 1):
+        for _ in range(WARMUP_CALLS):
             fn(moving.next())
         peaks[name] = _peak_bytes(fn, moving.next(), device)
     times: dict[str, list[float]] = {name: [] for name in fns}

@@ -133,10 +133,18 @@ def measure(args: argparse.Namespace) -> Results:
         print(", ".join(f"{key} {value}" for key, value in environment.items()))
         print(f"export: {export_s:.1f} s", flush=True)
 
+        seeds = range(args.seed, args.seed + len(cases))
+        firsts = []
+        for case, seed in zip(cases, seeds, strict=True):
+            firsts.append(bench.first_calls(problem, module, fns, case, seed=seed))
+            print(f"{case} compiled", file=sys.stderr)
         timed: list[CaseTimings] = []
-        for index, case in enumerate(cases):
-            seed = args.seed + index
-            timed.append(bench.bench_case(problem, module, fns, case, calls=args.calls, seed=seed))
+        for case, seed, first in zip(cases, seeds, firsts, strict=True):
+            timed.append(
+                bench.bench_case(
+                    problem, module, fns, case, first=first, calls=args.calls, seed=seed
+                )
+            )
             print(f"{timed[-1].name} done", file=sys.stderr)
             if args.kernels and "ours" in fns:
                 inputs = problem.inputs(module, *case, seed)

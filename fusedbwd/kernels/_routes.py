@@ -40,7 +40,7 @@ WORTH = 0.97
 REACH = 4.0
 """How far a measured shape's depth and width may be from those it stands in for."""
 
-K_MAJOR_BEYOND: dict[tuple[int, int] | None, int] = {}
+K_MAJOR_BEYOND: dict[tuple[int, int] | None, int] = {(9, 0): 3072}
 """By compute capability, the edge beyond which cuBLAS's TF32 was faster on a K-major copy of the
 weight, copying included, whatever ``scripts/bench_layouts.py`` tried; none: it was not measured."""
 
