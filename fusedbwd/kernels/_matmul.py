@@ -41,6 +41,8 @@ class MatmulTile(NamedTuple):
         early: how many pieces ahead, at most all, the epilogue's operands are loaded: the first
             so many before the main loop, which hides their latency, at the price of registers
             (matmuls with an elementwise epilogue; sum_matmul's residual, if tiles are whole).
+        staged: load the epilogue's operand, and store a 16-bit result, by descriptors, a piece at
+            a time through shared memory (matmul_gelu_backward; sum_matmul's residual).
     """
 
     rows: int
@@ -54,6 +56,7 @@ class MatmulTile(NamedTuple):
     split: bool = False
     flat: bool = False
     early: int = 0
+    staged: bool = False
 
     def programs(self, device: torch.device) -> int:
         """Programs in the grid."""
@@ -226,13 +229,37 @@ def subtiles(tile, COUNT: tl.constexpr):
 
 
 @triton.jit
-def load_once(ptr, row, column, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Elements [row, row + ROWS) x [column, column + COLUMNS), zeros outside the matrix, of an
-    operand that no other program reads: not to push those out of the L2 cache that others do."""
-    r = (row + tl.arange(0, ROWS))[:, None].to(tl.int64)
-    c = (column + tl.arange(0, COLUMNS))[None, :]
-    mask = (r < rows) & (c < columns)
-    return tl.load(ptr + r * stride + c, mask, 0.0, eviction_policy="evict_first")
+def load_once(
+    source,
+    row,
+    column,
+    rows,
+    columns,
+    stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+):
+    """As :func:`block`, of an operand that no other program reads: not to push those out of the
+    L2 cache that others do."""
+    if DESCRIBED:
+        return source.load([row, column])
+    else:
+        r = (row + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        c = (column + tl.arange(0, COLUMNS))[None, :]
+        mask = (r < rows) & (c < columns)
+        return tl.load(source + r * stride + c, mask, 0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def store_piece(target, piece, row, column, rows, columns, stride, DESCRIBED: tl.constexpr):
+    """Writes ``piece`` to its place in a matrix, what :func:`operand` made of its pointer."""
+    if DESCRIBED:
+        target.store([row, column], piece)
+    else:
+        r = (row + tl.arange(0, piece.shape[0]))[:, None].to(tl.int64)
+        c = (column + tl.arange(0, piece.shape[1]))[None, :]
+        tl.store(target + r * stride + c, piece, (r < rows) & (c < columns))
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from fusedbwd.kernels._matmul import (
     multiply,
     operand,
     place,
+    store_piece,
     subtiles,
 )
 from fusedbwd.kernels._op import define_op, launch
@@ -80,34 +81,39 @@ def _matmul_gelu_kernel(
     PROGRAMS: tl.constexpr,
     FLAT: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    STAGED: tl.constexpr,
 ):
+    PIECE: tl.constexpr = COLUMNS // SUBTILES
     a = operand(grad_ptr, tokens, HIDDEN, grad_stride, ROWS, DEPTH, DESCRIBED)
     b = operand(weight_ptr, HIDDEN, WIDTH, weight_stride, DEPTH, COLUMNS, DESCRIBED)
+    x_source = operand(x_ptr, tokens, WIDTH, x_stride, ROWS, PIECE, STAGED)
+    dx_target = operand(dx_ptr, tokens, WIDTH, WIDTH, ROWS, PIECE, STAGED)
     tiles_down, tiles_across = tl.cdiv(tokens, ROWS), tl.cdiv(WIDTH, COLUMNS)
     for tile in tl.range(tl.program_id(0), tiles_down * tiles_across, PROGRAMS, flatten=FLAT):
         down, across = place(tile, tiles_down, tiles_across, GROUP)
         row, column = down * ROWS, across * COLUMNS
-        PIECE: tl.constexpr = COLUMNS // SUBTILES
         x: tl.tuple = ()
         for i in tl.static_range(EARLY):
             left = column + i * PIECE
-            x += (load_once(x_ptr, row, left, tokens, WIDTH, x_stride, ROWS, PIECE),)
+            x += (load_once(x_source, row, left, tokens, WIDTH, x_stride, ROWS, PIECE, STAGED),)
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         acc = multiply(
             acc, a, b, row, column, tokens, HIDDEN, WIDTH, grad_stride, weight_stride,
             0, tl.cdiv(HIDDEN, DEPTH), ROWS, COLUMNS, DEPTH, DESCRIBED,
         )  # fmt: skip
         pieces = subtiles(acc, SUBTILES)
-        r = (row + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        inside = (row + tl.arange(0, ROWS))[:, None] < tokens
         for i in tl.static_range(SUBTILES):
-            c = (column + i * PIECE + tl.arange(0, PIECE))[None, :]
-            mask = (r < tokens) & (c < WIDTH)
             if i + EARLY < SUBTILES:
                 left = column + (i + EARLY) * PIECE
-                x += (load_once(x_ptr, row, left, tokens, WIDTH, x_stride, ROWS, PIECE),)
-            dx = tl.where(mask, pieces[i] * gelu_slope(x[i].to(tl.float32), TANH), 0.0)
-            tl.store(dx_ptr + r * WIDTH + c, dx.to(dx_ptr.dtype.element_ty), mask)
-            sums = tl.sum(dx, 0, keep_dims=True)
+                x += (load_once(x_source, row, left, tokens, WIDTH, x_stride, ROWS, PIECE, STAGED),)
+            left = column + i * PIECE
+            dx = pieces[i] * gelu_slope(x[i].to(tl.float32), TANH)
+            rounded = dx.to(dx_ptr.dtype.element_ty)
+            store_piece(dx_target, rounded, row, left, tokens, WIDTH, WIDTH, STAGED)
+            # Past the last row dx is 0 times a weight: not a number if that is infinite.
+            sums = tl.sum(tl.where(inside, dx, 0.0), 0, keep_dims=True)
+            c = (left + tl.arange(0, PIECE))[None, :]
             tl.store(partial_ptr + down.to(tl.int64) * WIDTH + c, sums, c < WIDTH)
 
 
@@ -140,6 +146,7 @@ def matmul_gelu_backward_fused(
         FLAT=tile.flat,
         EARLY=tile.early,
         DESCRIBED=describable(grad, weight),
+        STAGED=tile.staged and describable(x, dx),
         **tile.options(x.device),
     )
     return dx, sum_partials(partial)[0]

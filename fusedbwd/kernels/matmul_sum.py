@@ -22,7 +22,7 @@ from fusedbwd.kernels._matmul import (
     rounds,
     share,
     store_partial,
-    store_sum,
+    store_piece,
     subtiles,
     workspace,
 )
@@ -89,8 +89,9 @@ def sum_matmul_unfused(
 @triton.jit
 def _store_tile(
     out_ptr,
-    residual_ptr,
+    residuals,
     residual_stride,
+    early,
     acc,
     row,
     column,
@@ -98,15 +99,29 @@ def _store_tile(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     SUBTILES: tl.constexpr,
+    EARLY: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    STAGED: tl.constexpr,
 ):
-    """Writes a whole tile, SUBTILES pieces one after the other."""
+    """Writes a whole tile, SUBTILES pieces one after the other; ``early``: the residual's first
+    EARLY pieces."""
+    PIECE: tl.constexpr = COLUMNS // SUBTILES
     pieces = subtiles(acc, SUBTILES)
+    residual = early
     for i in tl.static_range(SUBTILES):
-        store_sum(
-            out_ptr, residual_ptr, residual_stride, pieces[i], row,
-            column + i * (COLUMNS // SUBTILES), tokens, WIDTH, HAS_RESIDUAL,
-        )  # fmt: skip
+        piece = pieces[i]
+        if HAS_RESIDUAL:
+            if i + EARLY < SUBTILES:
+                left = column + (i + EARLY) * PIECE
+                residual += (
+                    load_once(
+                        residuals, row, left, tokens, WIDTH, residual_stride,
+                        acc.shape[0], PIECE, STAGED,
+                    ),
+                )  # fmt: skip
+            piece += residual[i].to(tl.float32)
+        rounded = piece.to(out_ptr.dtype.element_ty)
+        store_piece(out_ptr, rounded, row, column + i * PIECE, tokens, WIDTH, WIDTH, False)
 
 
 @triton.jit
@@ -142,6 +157,7 @@ def _sum_matmul_kernel(
     SPLIT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    STAGED: tl.constexpr,
 ):
     # Steps are numbered through the pairs; DEPTH1 and DEPTH2 are 0 where there is no such pair.
     STEPS0: tl.constexpr = (DEPTH0 + DEPTH - 1) // DEPTH
@@ -157,6 +173,9 @@ def _sum_matmul_kernel(
         a2 = operand(a2_ptr, tokens, DEPTH2, a2_stride, ROWS, DEPTH, DESCRIBED)
         b2 = operand(b2_ptr, DEPTH2, WIDTH, b2_stride, DEPTH, COLUMNS, DESCRIBED)
 
+    PIECE: tl.constexpr = COLUMNS // SUBTILES
+    residuals = operand(residual_ptr, tokens, WIDTH, residual_stride, ROWS, PIECE, STAGED)
+
     tiles_down, tiles_across = tl.cdiv(tokens, ROWS), tl.cdiv(WIDTH, COLUMNS)
     full, rest, splits = rounds(tiles_down * tiles_across, PROGRAMS, STEPS, SPLIT)
     for unit in tl.range(tl.program_id(0), full + rest * splits, PROGRAMS):
@@ -164,12 +183,13 @@ def _sum_matmul_kernel(
         down, across = place(tile, tiles_down, tiles_across, GROUP)
         row, column = down * ROWS, across * COLUMNS
 
-        PIECE: tl.constexpr = COLUMNS // SUBTILES
-        residual: tl.tuple = ()
+        early: tl.tuple = ()
         for i in tl.static_range(EARLY):
             left = column + i * PIECE
-            residual += (
-                load_once(residual_ptr, row, left, tokens, WIDTH, residual_stride, ROWS, PIECE),
+            early += (
+                load_once(
+                    residuals, row, left, tokens, WIDTH, residual_stride, ROWS, PIECE, STAGED
+                ),
             )
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         acc = multiply(
@@ -196,27 +216,13 @@ def _sum_matmul_kernel(
                 store_partial(partial_ptr, unit - full, acc, ROWS, COLUMNS, SUBTILES)
             else:
                 _store_tile(
-                    out_ptr, residual_ptr, residual_stride, acc, row, column, tokens,
-                    WIDTH, COLUMNS, SUBTILES, HAS_RESIDUAL,
-                )  # fmt: skip
-        elif EARLY:
-            pieces = subtiles(acc, SUBTILES)
-            for i in tl.static_range(SUBTILES):
-                if i + EARLY < SUBTILES:
-                    left = column + (i + EARLY) * PIECE
-                    residual += (
-                        load_once(
-                            residual_ptr, row, left, tokens, WIDTH, residual_stride, ROWS, PIECE
-                        ),
-                    )
-                store_sum(
-                    out_ptr, residual_ptr, residual_stride, pieces[i] + residual[i].to(tl.float32),
-                    row, column + i * PIECE, tokens, WIDTH, False,
+                    out_ptr, residuals, residual_stride, early, acc, row, column, tokens,
+                    WIDTH, COLUMNS, SUBTILES, EARLY, HAS_RESIDUAL, STAGED,
                 )  # fmt: skip
         else:
             _store_tile(
-                out_ptr, residual_ptr, residual_stride, acc, row, column, tokens,
-                WIDTH, COLUMNS, SUBTILES, HAS_RESIDUAL,
+                out_ptr, residuals, residual_stride, early, acc, row, column, tokens,
+                WIDTH, COLUMNS, SUBTILES, EARLY, HAS_RESIDUAL, STAGED,
             )  # fmt: skip
 
 
@@ -260,6 +266,7 @@ def sum_matmul_fused(
         EARLY=0 if tile.split or residual is None else tile.early,
         HAS_RESIDUAL=residual is not None,
         DESCRIBED=describable(*a, *b),
+        STAGED=tile.staged and residual is not None and describable(residual),
         **tile.options(out.device),
     )
     if partial is not None:

@@ -13,6 +13,7 @@ from fusedbwd.kernels._matmul import (
     multiply,
     operand,
     place,
+    store_piece,
     subtiles,
 )
 from fusedbwd.kernels._op import define_op, launch
@@ -76,41 +77,47 @@ def _matmul_swiglu_kernel(
     PROGRAMS: tl.constexpr,
     FLAT: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    STAGED: tl.constexpr,
 ):
+    PIECE: tl.constexpr = COLUMNS // SUBTILES
     a = operand(grad_ptr, tokens, HIDDEN, grad_stride, ROWS, DEPTH, DESCRIBED)
     b = operand(weight_ptr, HIDDEN, WIDTH, weight_stride, DEPTH, COLUMNS, DESCRIBED)
+    acts = operand(act_ptr, tokens, WIDTH, act_stride, ROWS, PIECE, STAGED)
+    linears = operand(linear_ptr, tokens, WIDTH, linear_stride, ROWS, PIECE, STAGED)
+    d_acts = operand(packed_ptr, tokens, WIDTH, 2 * WIDTH, ROWS, PIECE, STAGED)
+    d_linears = operand(packed_ptr + WIDTH, tokens, WIDTH, 2 * WIDTH, ROWS, PIECE, STAGED)
     tiles_down, tiles_across = tl.cdiv(tokens, ROWS), tl.cdiv(WIDTH, COLUMNS)
     dtype = packed_ptr.dtype.element_ty
     for tile in tl.range(tl.program_id(0), tiles_down * tiles_across, PROGRAMS, flatten=FLAT):
         down, across = place(tile, tiles_down, tiles_across, GROUP)
         row, column = down * ROWS, across * COLUMNS
-        PIECE: tl.constexpr = COLUMNS // SUBTILES
         act: tl.tuple = ()
         linear: tl.tuple = ()
         for i in tl.static_range(EARLY):
             left = column + i * PIECE
-            act += (load_once(act_ptr, row, left, tokens, WIDTH, act_stride, ROWS, PIECE),)
-            linear += (load_once(linear_ptr, row, left, tokens, WIDTH, linear_stride, ROWS, PIECE),)
+            act += (load_once(acts, row, left, tokens, WIDTH, act_stride, ROWS, PIECE, STAGED),)
+            linear += (
+                load_once(linears, row, left, tokens, WIDTH, linear_stride, ROWS, PIECE, STAGED),
+            )
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         acc = multiply(
             acc, a, b, row, column, tokens, HIDDEN, WIDTH, grad_stride, weight_stride,
             0, tl.cdiv(HIDDEN, DEPTH), ROWS, COLUMNS, DEPTH, DESCRIBED,
         )  # fmt: skip
         pieces = subtiles(acc, SUBTILES)
-        r = (row + tl.arange(0, ROWS))[:, None].to(tl.int64)
         for i in tl.static_range(SUBTILES):
-            c = (column + i * PIECE + tl.arange(0, PIECE))[None, :]
-            mask = (r < tokens) & (c < WIDTH)
             if i + EARLY < SUBTILES:
                 left = column + (i + EARLY) * PIECE
-                act += (load_once(act_ptr, row, left, tokens, WIDTH, act_stride, ROWS, PIECE),)
+                act += (load_once(acts, row, left, tokens, WIDTH, act_stride, ROWS, PIECE, STAGED),)
                 linear += (
-                    load_once(linear_ptr, row, left, tokens, WIDTH, linear_stride, ROWS, PIECE),
+                    load_once(
+                        linears, row, left, tokens, WIDTH, linear_stride, ROWS, PIECE, STAGED
+                    ),
                 )
+            left = column + i * PIECE
             d_act, d_linear = swiglu_gradients(pieces[i], act[i], linear[i])
-            packed = packed_ptr + r * (2 * WIDTH) + c
-            tl.store(packed, d_act.to(dtype), mask)
-            tl.store(packed + WIDTH, d_linear.to(dtype), mask)
+            store_piece(d_acts, d_act.to(dtype), row, left, tokens, WIDTH, 2 * WIDTH, STAGED)
+            store_piece(d_linears, d_linear.to(dtype), row, left, tokens, WIDTH, 2 * WIDTH, STAGED)
 
 
 def matmul_swiglu_backward_fused(
@@ -141,6 +148,7 @@ def matmul_swiglu_backward_fused(
         FLAT=tile.flat,
         EARLY=tile.early,
         DESCRIBED=describable(grad, weight),
+        STAGED=tile.staged and describable(act, linear, packed[:, width:]),
         **tile.options(act.device),
     )
     return packed

@@ -39,6 +39,7 @@ def tiles(draw, *, epilogue: bool):
                 split=st.just(False) if epilogue else st.booleans(),
                 flat=st.booleans() if epilogue else st.just(False),
                 early=st.sampled_from([0, 1, 2]),
+                staged=st.booleans(),
             )
         )
     )

@@ -7,13 +7,20 @@ from fusedbwd.kernels._matmul import MatmulTile
 
 TILE = MatmulTile(16, 32, 16, stages=2, warps=4)
 LARGER_TILE = MatmulTile(64, 64, 32, stages=2, warps=4)
-GPU_TILE = MatmulTile(128, 128, 64, stages=4, warps=8, subtiles=4, early=2)
+GPU_TILES = [
+    MatmulTile(128, 128, 64, stages=4, warps=8, subtiles=4, early=2),
+    MatmulTile(128, 128, 64, stages=3, warps=8, programs_per_sm=2, subtiles=2, staged=True),
+]
 TOKENS = [0, 1, 7, 127, 449]
 # The interpreter multiplies bfloat16 wrongly; a GPU has no use for float32 here.
 DTYPES = [torch.float16] if torch.cuda.is_available() else [torch.float16, torch.float32]
 
 over_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-over_early = pytest.mark.parametrize("early", [1, 3, 4])  # of four pieces
+over_epilogues = pytest.mark.parametrize(
+    "epilogue",  # of four pieces
+    [{"early": 1}, {"early": 3}, {"early": 4}, {"staged": True}, {"staged": True, "early": 1}],
+    ids=str,
+)
 over_tokens = pytest.mark.parametrize("tokens", TOKENS)
 
 

@@ -3,11 +3,11 @@ import torch
 import torch.nn.functional as F
 from checks import assert_right, assert_same_formula, cast, gradients, run
 from matmul_checks import (
-    GPU_TILE,
+    GPU_TILES,
     TILE,
     draw,
     over_dtypes,
-    over_early,
+    over_epilogues,
     over_tokens,
     tile_for,
 )
@@ -72,11 +72,11 @@ def test_kernel(tokens, hidden, width, approximate, dtype, loads, device):
 
 
 @over_dtypes
-@over_early
-def test_x_loaded_ahead(early, dtype, device):
+@over_epilogues
+def test_ways_of_x(epilogue, dtype, device):
     """Two rounds of tiles a program, so that what is loaded for one is not used for another."""
-    args = *operands(70, 24, 90, dtype, device), "tanh"
-    check(fused(TILE._replace(subtiles=4, early=early)), args, dtype)
+    args = *operands(70, 24, 88, dtype, device), "tanh"
+    check(fused(TILE._replace(subtiles=4, **epilogue)), args, dtype)
 
 
 @over_flavours
@@ -85,7 +85,8 @@ def test_x_in_float32(approximate, device):
     grad, weight, x = operands(33, 24, 40, torch.float32, device)
     args = grad.half(), weight.half(), x, approximate
     ahead = TILE._replace(subtiles=2, early=1)
-    for route in (fused(TILE), fused(ahead), matmul_gelu_backward_unfused):
+    staged = TILE._replace(subtiles=2, staged=True)
+    for route in (fused(TILE), fused(ahead), fused(staged), matmul_gelu_backward_unfused):
         check(route, args, torch.float16)
 
 
@@ -95,9 +96,10 @@ def test_bias_gradient_ignores_rows_that_are_not_there(device):
     grad = grad.abs() + 1
     weight[:, 3] = torch.inf
     x[:, 3] = 2.0
-    _, dbias = run(fused(TILE), grad, weight, x, "tanh")
-    assert dbias[3] == torch.inf
-    assert dbias[:3].isfinite().all()
+    for tile in (TILE, TILE._replace(staged=True)):
+        _, dbias = run(fused(tile), grad, weight, x, "tanh")
+        assert dbias[3] == torch.inf
+        assert dbias[:3].isfinite().all()
 
 
 def test_float32_goes_to_cublas(device):
@@ -114,5 +116,5 @@ def test_float32_goes_to_cublas(device):
 def test_kernel_at_size(tokens, approximate, x_dtype, device):
     grad, weight, x = operands(tokens, 512, 2048, torch.bfloat16, device)
     args = grad, weight, x.to(x_dtype), approximate
-    for route in (matmul_gelu_backward_launch, fused(GPU_TILE)):
+    for route in (matmul_gelu_backward_launch, *map(fused, GPU_TILES)):
         check(route, args, torch.bfloat16)

@@ -2,12 +2,12 @@ import pytest
 import torch
 from checks import assert_right, run
 from matmul_checks import (
-    GPU_TILE,
+    GPU_TILES,
     TILE,
     columns,
     draw,
     over_dtypes,
-    over_early,
+    over_epilogues,
     over_tokens,
     tile_for,
 )
@@ -71,13 +71,13 @@ def test_tiles_left_over_are_split(width, programs_per_sm, device):
 
 
 @over_dtypes
-@over_early
+@over_epilogues
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-def test_residual_loaded_ahead(early, split, dtype, device):
-    """Not of split tiles. Two rounds of tiles a program, so that what is loaded for one is not
+def test_ways_of_the_residual(epilogue, split, dtype, device):
+    """Ahead not of split tiles. Two rounds of tiles a program, so that what is loaded for one is not
     used for another; without a residual there is nothing to load."""
-    a, b, residual = operands(70, (40, 24), 90, dtype, device)
-    route = fused(TILE._replace(subtiles=4, early=early, split=split))
+    a, b, residual = operands(70, (40, 24), 88, dtype, device)
+    route = fused(TILE._replace(subtiles=4, split=split, **epilogue))
     check(route, a, b, residual.float(), dtype, dtype)
     check(route, a, b, None, dtype, dtype)
 
@@ -126,5 +126,5 @@ def test_too_many_pairs(device):
 @pytest.mark.parametrize("depths", [(14336, 14336), (5120, 1280, 1280)], ids=str)
 def test_kernel_at_size(tokens, depths, device):
     a, b, residual = operands(tokens, depths, 5120, torch.bfloat16, device)
-    for route in (sum_matmul_launch, fused(GPU_TILE)):
+    for route in (sum_matmul_launch, *map(fused, GPU_TILES)):
         check(route, a, b, residual, torch.bfloat16, torch.bfloat16)

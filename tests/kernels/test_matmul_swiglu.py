@@ -3,12 +3,12 @@ import torch
 import torch.nn.functional as F
 from checks import assert_right, cast, gradients, run
 from matmul_checks import (
-    GPU_TILE,
+    GPU_TILES,
     TILE,
     columns,
     draw,
     over_dtypes,
-    over_early,
+    over_epilogues,
     over_tokens,
     tile_for,
 )
@@ -64,11 +64,11 @@ def test_kernel(tokens, hidden, width, dtype, loads, device):
 
 
 @over_dtypes
-@over_early
-def test_factors_loaded_ahead(early, dtype, device):
+@over_epilogues
+def test_ways_of_the_factors(epilogue, dtype, device):
     """Two rounds of tiles a program, so that what is loaded for one is not used for another."""
-    args = operands(70, 24, 90, dtype, device)
-    check(fused(TILE._replace(subtiles=4, early=early)), args, dtype)
+    args = operands(70, 24, 88, dtype, device)
+    check(fused(TILE._replace(subtiles=4, **epilogue)), args, dtype)
 
 
 def test_unfused(device):
@@ -87,5 +87,5 @@ def test_float32_goes_to_cublas(device):
 @pytest.mark.parametrize("tokens", [127, 449, 2984])
 def test_kernel_at_size(tokens, device):
     args = operands(tokens, 5120, 14336, torch.bfloat16, device)
-    for route in (matmul_swiglu_backward_launch, fused(GPU_TILE)):
+    for route in (matmul_swiglu_backward_launch, *map(fused, GPU_TILES)):
         check(route, args, torch.bfloat16)
