@@ -8,8 +8,8 @@ copy of it is::
     grad @ weight  ->  grad @ weight.t().contiguous().t()
 
 The same products are added up, in an order that is cuBLAS's in either case. Copying goes through
-8 K N bytes where the matmul is 2 T K N FLOPs: what decides is the number of tokens T, from a
-measured one on (``kernels/_routes.py``).
+8 K N bytes where the matmul is 2 T K N FLOPs, and not every size has a faster kernel: what decides
+are measurements by size and number of tokens (``kernels/_routes.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fusedbwd.graph import gradient_nodes, same_size, value
-from fusedbwd.kernels._routes import EDGES, k_major_beyond
+from fusedbwd.kernels._routes import k_major
 from fusedbwd.patterns.matmuls import float32_of_backward
 from fusedbwd.patterns.pattern import Pattern, Rewrite, require
 from fusedbwd.precision import HIGHEST, in_force
@@ -37,16 +37,15 @@ def _prove(match: Match) -> Rewrite | None:
     if not _is_input_gradient(grad, weight):
         return None
     a, b = value(grad), value(weight)
-    beyond = k_major_beyond(b.device)
-    require(beyond is not None, f"whether a copy pays was not measured on this {b.device.type}")
-    # So that the copy is smaller than the gradient, too.
-    edge = next((e for e in EDGES if e >= max(beyond, b.shape[1])), None)
-    require(edge is not None, f"a copy of {weight.name}, {list(b.shape)}, may be larger than the "
-                              f"gradient {grad.name}")  # fmt: skip
+    ranges = k_major(b.shape[0], b.shape[1], b.device)
+    size = f"a copy of {weight.name}, {list(b.shape)},"
+    require(bool(ranges), f"{size} was not measured on this {b.device.type}")
+    require(any(pays for _, pays in ranges), f"{size} was measured to cost more than it saves")
     tokens = a.shape[0]
-    is_long = not free_unbacked_symbols(tokens) and tokens > edge  # last: it leaves a guard
-    require(is_long, f"{grad.name} has {tokens} rows; a copy of {weight.name} is for more than "
-                     f"{edge}")  # fmt: skip
+    require(not free_unbacked_symbols(tokens), f"nobody knows how many rows {grad.name} has")
+    pays = next(pays for end, pays in ranges if tokens <= end)  # last: it leaves a guard
+    require(pays, f"{grad.name} has {tokens} rows, for which {size} was measured to cost more "
+                  f"than it saves")  # fmt: skip
 
     def replacement(grad, weight):
         return (torch.mm(grad, weight.t().contiguous().t()),)

@@ -7,31 +7,39 @@
 - Weight gradients, grad.t() @ x, both contiguous across the summed dimension: as they are, and as
   the transpose of x.t() @ grad.
 
-Every call finds a cold L2 cache; times are medians of calls that take turns. The last line is what
-fusedbwd/kernels/_routes.py wants to know for the pattern k_major_weights.
+Every call finds a cold L2 cache; times are medians of calls that take turns. The pattern
+k_major_weights goes by the times with copies under "high": --out writes them for the package.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import triton
 from tabulate import tabulate
 
 from fusedbwd import bench_kernels
 from fusedbwd.bench import FLUSH_BYTES
 from fusedbwd.errors import FusedBwdError
-from fusedbwd.kernels._routes import EDGES
+from fusedbwd.kernels._routes import Shape, classes
 from fusedbwd.numerics import relative_l2
 from fusedbwd.precision import HIGH, HIGHEST, matmul_precision
 
-TOKENS = (613, 2984, 17312, 131072)
+SIZES = {  # hidden and wide, each with token counts in every class that routes know
+    (512, 2048): (128, 613, 2984, 4096, 7184, 17312, 65536, 131072),
+    (1024, 4096): (128, 613, 2984, 8192, 16384, 65536),
+    (4096, 14336): (128, 613, 2984, 8192, 16384),
+}
 AS_IT_LIES, TRANSPOSED, COPYING = "as it lies", "transposed", "copy, transposed"
 WAYS = (AS_IT_LIES, TRANSPOSED, COPYING)
 AGREE = 2e-3  # twice what rounding to TF32 changes: that differs by kernel
@@ -140,15 +148,30 @@ def table(rows: list[Row]) -> str:
     return tabulate(lines, headers=heads, floatfmt=formats)
 
 
-def pays_beyond(rows: list[Row]) -> int | None:
-    """The first edge beyond which copying is faster under "high" at every number of tokens that
-    was measured; None if there is none."""
-    copying = [r for r in rows if r.precision == HIGH and COPYING in r.us]
-    for edge in EDGES:
-        speeds = [r.speed(COPYING) for r in copying if r.tokens > edge]
-        if speeds and min(speeds) > 1:
-            return edge
-    return None
+def rows_of(rows: list[Row], sizes: tuple[int, int]) -> list[dict[str, Any]]:
+    """Rows for fusedbwd/data of the input gradients under "high": [K, N] is the weight."""
+    found = []
+    for name, (k, n) in {"fc2 input": sizes, "fc1 input": sizes[::-1]}.items():
+        measured = [r for r in rows if (r.precision, r.matmul) == (HIGH, name)]
+        shape = Shape("k_major_weights", k, n, 1, False, "float32")
+        times = {way: [round(r.us[way] / 1e3, 5) for r in measured] for way in WAYS}
+        found.append(
+            shape._asdict()
+            | {"tokens": [r.tokens for r in measured], "cublas_ms": times[AS_IT_LIES]}
+            | {"routes": [{"layout": COPYING, "ms": times[COPYING]}]}
+        )
+    return found
+
+
+def where_it_pays(row: dict[str, Any]) -> str:
+    """The rule's answer for one row, in words."""
+    low, words = 0.0, []
+    for end, route in classes(row):
+        if route is not None:
+            words.append(f"{low:.0f} < tokens" + ("" if end == math.inf else f" <= {end:.0f}"))
+        low = end
+    size = f"[{row['depth']}, {row['width']}]"
+    return f"a copy of a weight {size} pays: {' and '.join(words) or 'nowhere'}"
 
 
 def print_kernels(tokens: int, sizes: tuple[int, int], device: torch.device) -> None:
@@ -161,36 +184,50 @@ def print_kernels(tokens: int, sizes: tuple[int, int], device: torch.device) -> 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the table; returns 1 if results differ."""
+    """Prints the table; returns 1 if results differ, 2 if --out is given without a GPU."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--sizes", type=int, nargs=2, default=(512, 2048), metavar=("HIDDEN", "WIDE")
-    )
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--sizes", type=int, nargs=2, metavar=("HIDDEN", "WIDE"), help="only these")
+    parser.add_argument("--tokens", type=int, nargs="+", help="only these token counts")
     parser.add_argument("--calls", type=int, default=15, help="timed calls of each way")
     parser.add_argument("--kernels", action="store_true", help="name them, at the most tokens")
     parser.add_argument("--small", action="store_true", help="tiny sizes, for a look on a CPU")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the table there")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
-    sizes = (16, 24) if args.small else tuple(args.sizes)
-    tokens = (7, 200) if args.small else args.tokens
+    if args.out and device.type != "cuda":
+        print("error: --out is for measurements of a GPU", file=sys.stderr)
+        return 2
+    runs = {(16, 24): (7, 200)} if args.small else SIZES
+    if args.sizes:
+        runs = {tuple(args.sizes): runs.get(tuple(args.sizes), SIZES[512, 2048])}
     flush = torch.empty(1024 if args.small else FLUSH_BYTES, dtype=torch.uint8, device=device)
-    rows: list[Row] = []
-    try:
-        for precision, t in itertools.product((HIGH, HIGHEST), tokens):
-            rows += measure(precision, t, sizes, args.calls, flush)
-    except FusedBwdError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print("microseconds\n" + table(rows))
-    if args.kernels:
-        print_kernels(max(tokens), sizes, device)
-    edge = pays_beyond(rows)
-    where = "nowhere" if edge is None else f"beyond {edge} tokens"
-    print(f"copying the weight is faster under {HIGH!r}: {where}")
+    table_rows = []
+    for sizes, tokens in runs.items():
+        rows: list[Row] = []
+        try:
+            for precision, t in itertools.product((HIGH, HIGHEST), args.tokens or tokens):
+                if precision == HIGH or sizes[0] < 1024:  # float32 takes its time
+                    rows += measure(precision, t, sizes, args.calls, flush)
+        except FusedBwdError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        print(f"{sizes[0]} x {sizes[1]}, microseconds\n{table(rows)}")
+        if args.kernels:
+            print_kernels(max(args.tokens or tokens), sizes, device)
+        table_rows += rows_of(rows, sizes)
+    print("\n".join(map(where_it_pays, table_rows)))
+    if args.out:
+        head = {
+            "gpu": torch.cuda.get_device_name(device),
+            "capability": torch.cuda.get_device_capability(device),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+        }
+        lines = ",\n".join(json.dumps(row) for row in table_rows)
+        args.out.write_text(json.dumps(head)[:-1] + ', "rows": [\n' + lines + "\n]}\n")
     return 0
 
 

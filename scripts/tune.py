@@ -33,18 +33,16 @@ from fusedbwd.numerics import relative_l2
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOKENS = (128, 512, 1024, 2048, 4096, 8192)
-NARROW_TOKENS = (128, 512, 1024, 2048, 4096, 16384, 65536)  # of layers as narrow as the FFN
+NARROW_TOKENS = (*TOKENS, 16384, 65536)  # of layers as narrow as the FFN
 FEW_TOKENS = (256, 422, 613, 768)  # for sum_matmul too: its tiles are then shared out unevenly
 
 _SQUARE = MatmulTile(128, 128, 64, stages=5, warps=8, subtiles=2)
 _WIDE = MatmulTile(128, 256, 64, stages=3, warps=8, subtiles=4)
 _PAIR = MatmulTile(128, 128, 64, stages=3, warps=8, programs_per_sm=2, subtiles=4)
-_LOW = MatmulTile(64, 128, 64, stages=4, warps=4, programs_per_sm=2, subtiles=4)
-# One way each to have more loads in flight, or more multiplications a byte read.
-_TALL = MatmulTile(256, 128, 64, stages=3, warps=8, subtiles=4)
+# One way each to have more loads in flight, or fewer instructions a finished element.
 _SLIM = MatmulTile(64, 128, 64, stages=3, warps=4, programs_per_sm=3, subtiles=4)
-_FEW_WARPS = MatmulTile(128, 128, 64, stages=3, warps=4, programs_per_sm=2, subtiles=8)
-_BROAD = MatmulTile(64, 256, 32, stages=5, warps=8, programs_per_sm=2, subtiles=8)
+_FEW_WARPS = MatmulTile(128, 128, 64, stages=3, warps=4, programs_per_sm=2, subtiles=4)
+_STAGED = _PAIR._replace(subtiles=2, staged=True)
 TILES = {
     "sum_matmul": (
         _SQUARE,
@@ -53,42 +51,38 @@ TILES = {
         _PAIR,
     ),
     "matmul_swiglu_backward": (
-        _SQUARE,
+        _SQUARE._replace(subtiles=4, early=2),
         _PAIR,
         _PAIR._replace(subtiles=2),
-        _PAIR._replace(subtiles=8),
-        _PAIR._replace(group=16),
+        _PAIR._replace(staged=True),
         _WIDE._replace(subtiles=8),
-        _SQUARE._replace(subtiles=4, early=2),
-        _WIDE._replace(subtiles=8, early=1),
-        _SLIM._replace(subtiles=8, early=1),
-        _FEW_WARPS,
-        _BROAD._replace(early=1),
+        _WIDE._replace(subtiles=4, staged=True),
+        _FEW_WARPS._replace(staged=True),
     ),
     "matmul_gelu_backward": (
-        _SQUARE._replace(stages=4, subtiles=4, flat=True),
+        _SQUARE._replace(subtiles=4, early=2),
         _PAIR,
         _PAIR._replace(subtiles=2),
-        _PAIR._replace(subtiles=8),
-        _LOW,
-        _SQUARE._replace(subtiles=4, early=2),
         # Two programs of the first have registers enough if x is in bfloat16, of the second if
         # it is in float32.
         _PAIR._replace(early=1),
         _PAIR._replace(subtiles=8, group=1, early=1),
-        _WIDE._replace(subtiles=8, early=1),
-        _TALL._replace(early=1),
         _SLIM._replace(early=1),
-        _FEW_WARPS,
-        _FEW_WARPS._replace(early=1),
-        _BROAD._replace(early=2),
+        _SLIM._replace(subtiles=2, early=1),
+        _STAGED,
+        _STAGED._replace(subtiles=4),
+        _STAGED._replace(subtiles=1, stages=2),
+        _STAGED._replace(stages=2),
+        _FEW_WARPS._replace(subtiles=2, staged=True),
+        _FEW_WARPS._replace(early=1, staged=True),
     ),
 }
 # Of sum_matmul with a residual, besides.
 RESIDUAL_TILES = (
     _PAIR._replace(early=1),
-    _PAIR._replace(subtiles=8, early=2),
     _WIDE._replace(subtiles=8, early=2),
+    _STAGED,
+    _FEW_WARPS._replace(subtiles=2, staged=True),
 )
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from fusedbwd.errors import FusedBwdError
-from fusedbwd.kernels._routes import EDGES
 from fusedbwd.precision import HIGH, HIGHEST
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "bench_layouts.py"
@@ -23,7 +22,9 @@ def test_script(script, capsys):
     printed = capsys.readouterr().out
     for name in ("fc1 input", "fc2 input", "fc1 weight", "fc2 weight"):
         assert printed.count(name) == 2 * 2  # by precision and number of tokens
-    assert "copying the weight is faster under 'high':" in printed
+    assert "a copy of a weight [16, 24] pays:" in printed
+    assert "a copy of a weight [24, 16] pays:" in printed
+    assert script["main"](["--device", "cpu", "--small", "--out", "nowhere.json"]) == 2
 
 
 @pytest.mark.parametrize("way", ["transposed", "copy, transposed"])
@@ -41,18 +42,19 @@ def test_results_that_disagree(script, way):
         script["measure"](HIGH, 7, (16, 24), 1, torch.empty(1))
 
 
-def test_the_edge_that_is_printed(script):
-    """Slower anywhere beyond an edge is slower beyond it; only "high" and the copy count."""
+def test_what_is_written(script):
+    """Rows for the routes: only "high", only input gradients, and the copy is in the time."""
     ways = ("as it lies", "transposed", "copy, transposed")
 
-    def row(tokens, copying, precision=HIGH):
-        us = dict(zip(ways, (2.0, 9.0, copying), strict=True))
-        return script["Row"](precision, tokens, "fc1 input", 1.0, us)
+    def row(tokens, copying, precision=HIGH, matmul="fc1 input"):
+        us = dict(zip(ways, (2.0, 1.0, copying), strict=True))
+        return script["Row"](precision, tokens, matmul, 1.0, us)
 
-    beyond = script["pays_beyond"]
-    few, some, many = 613, 2984, 17312
-    assert beyond([row(few, 1), row(some, 1), row(many, 1)]) == EDGES[0]
-    assert beyond([row(few, 3), row(some, 1), row(many, 1)]) == EDGES[1]
-    assert beyond([row(few, 1), row(some, 3), row(many, 1)]) == EDGES[2]
-    assert beyond([row(few, 1), row(some, 1), row(many, 3)]) is None
-    assert beyond([row(few, 3, HIGHEST), row(few, 1)]) == EDGES[0]
+    rows = [row(613, 3), row(2984, 1.9), row(17312, 1), row(17312, 9, HIGHEST)]
+    fc2, fc1 = script["rows_of"]([*rows, row(613, 1, matmul="fc2 weight")], (512, 2048))
+    assert (fc1["depth"], fc1["width"]) == (2048, 512) and fc2["tokens"] == []
+    assert fc1["tokens"] == [613, 2984, 17312]
+    assert fc1["routes"] == [{"layout": "copy, transposed", "ms": [0.003, 0.0019, 0.001]}]
+    assert script["where_it_pays"](fc1) == "a copy of a weight [2048, 512] pays: 768 < tokens"
+    nowhere, _ = script["rows_of"]([row(613, 3, matmul="fc2 input")], (512, 2048))
+    assert script["where_it_pays"](nowhere).endswith("[512, 2048] pays: nowhere")

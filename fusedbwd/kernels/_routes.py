@@ -1,11 +1,13 @@
-"""Which route a fused matmul takes, by token count: cuBLAS, or the Triton kernel in some tile.
+"""Which route a fused matmul takes, by token count: cuBLAS, or the Triton kernel in some tile; and
+whether a float32 matmul gets a K-major copy of its weight.
 
 The answer comes from measurements that are shipped as data (``fusedbwd/data``, written by
-``scripts/tune.py``), never from timing at a call. The rule:
+``scripts/tune.py`` and ``scripts/bench_layouts.py``), never from timing at a call. The rule:
 
 * Token counts fall into the classes that :data:`EDGES` bounds. In each class the fastest route
   wins, by the geometric mean over the class's measured token counts; a kernel that is anywhere
-  in the class below :data:`WORTH` of cuBLAS's speed is out.
+  in the class below :data:`WORTH` of cuBLAS's speed is out. Beyond the last edge, where
+  nothing was measured there, the route before it stays.
 * A shape that was not measured takes the nearest measured one's routes, by the logarithm of its
   depth and width, if neither differs by more than :data:`REACH` times; else cuBLAS.
 * float16 goes by bfloat16's measurements, and a GPU by those of its compute capability; where
@@ -31,7 +33,7 @@ from fusedbwd.kernels._matmul import MatmulTile, describable, takes
 
 DATA = Path(__file__).parents[1] / "data"
 
-EDGES = (192, 768, 3072)
+EDGES = (192, 768, 3072, 8192)
 """The last token counts of the classes but the largest, which has no end."""
 
 WORTH = 0.97
@@ -39,10 +41,6 @@ WORTH = 0.97
 
 REACH = 4.0
 """How far a measured shape's depth and width may be from those it stands in for."""
-
-K_MAJOR_BEYOND: dict[tuple[int, int] | None, int] = {(9, 0): 3072}
-"""By compute capability, the edge beyond which cuBLAS's TF32 was faster on a K-major copy of the
-weight, copying included, whatever ``scripts/bench_layouts.py`` tried; none: it was not measured."""
 
 _DEFAULT_CAPABILITY = (9, 0)  # H200, as in _op.sm_count
 _SETTLED = 0.99  # a class keeps the one before's route if that is so close to the best
@@ -96,9 +94,13 @@ def pays(shape: Shape, device: torch.device) -> bool:
     return any(tile is not None for _, tile in _routes(shape, _capability(device)))
 
 
-def k_major_beyond(device: torch.device) -> int | None:
-    """The entry of :data:`K_MAJOR_BEYOND` for ``device``; None where there is none."""
-    return K_MAJOR_BEYOND.get(_capability(device))
+def k_major(depth: int, width: int, device: torch.device) -> tuple[tuple[float, bool], ...]:
+    """For ``grad [tokens, depth] @ weight [depth, width]`` in TF32, ranges of tokens, each by its
+    end, with whether a K-major copy of the weight pays there, the copy's time included; none at all
+    where that was not measured."""
+    shape = Shape("k_major_weights", depth, width, 1, False, "float32")
+    row = nearest(shape, measurements(_capability(device)))
+    return () if row is None else tuple((end, i is not None) for end, i in classes(row))
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
@@ -121,7 +123,8 @@ def _routes(
 @cache
 def _tables() -> tuple[tuple[tuple[int, int], list[Mapping[str, Any]]], ...]:
     """The shipped tables: compute capability and rows of each."""
-    found = (json.loads(path.read_text()) for path in sorted(DATA.glob("matmul_*.json")))
+    paths = sorted(p for kind in ("matmul", "layouts") for p in DATA.glob(f"{kind}_*.json"))
+    found = (json.loads(path.read_text()) for path in paths)
     return tuple((tuple(table["capability"]), table["rows"]) for table in found)
 
 
@@ -153,10 +156,16 @@ def nearest(shape: Shape, rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any
 def ranges(
     row: Mapping[str, Any] | None,
 ) -> tuple[tuple[float, MatmulTile | None], ...]:
-    """The rule applied to one measured row, ``{"tokens": [...], "cublas_ms": [...], "routes":
-    [{"tile": {...}, "ms": [...]}, ...]}``, entries of lists belonging together."""
+    """:func:`classes` of a row of tiles; cuBLAS for any number of tokens if there is none."""
     if row is None:
         return ((math.inf, None),)
+    return tuple((end, None if i is None else _tile(row["routes"][i])) for end, i in classes(row))
+
+
+def classes(row: Mapping[str, Any]) -> tuple[tuple[float, int | None], ...]:
+    """The rule applied to one measured row, ``{"tokens": [...], "cublas_ms": [...], "routes":
+    [{"tile": {...}, "ms": [...]}, ...]}``, entries of lists belonging together. Returns ranges of
+    tokens, each by its end, with the number of the route, or None for cuBLAS."""
     found: list[tuple[float, int | None]] = []
     low = 0.0
     for high in (*EDGES, math.inf):
@@ -165,12 +174,13 @@ def ranges(
         speeds: dict[int | None, float] = {None: 1.0}
         speeds |= {i: s for i, r in enumerate(row["routes"]) if (s := _speed(row, r, inside))}
         best = max(speeds, key=speeds.__getitem__)
-        if found and speeds.get(found[-1][1], 0.0) >= _SETTLED * speeds[best]:
+        unmeasured = high == math.inf and not inside
+        if found and (unmeasured or speeds.get(found[-1][1], 0.0) >= _SETTLED * speeds[best]):
             best = found[-1][1]
         if found and found[-1][1] == best:
             found.pop()
         found.append((high, best))
-    return tuple((h, None if i is None else _tile(row["routes"][i])) for h, i in found)
+    return tuple(found)
 
 
 def _speed(row: Mapping[str, Any], candidate: Mapping[str, Any], where: Sequence[int]) -> float:

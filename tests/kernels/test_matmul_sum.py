@@ -74,8 +74,8 @@ def test_tiles_left_over_are_split(width, programs_per_sm, device):
 @over_epilogues
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_ways_of_the_residual(epilogue, split, dtype, device):
-    """Ahead not of split tiles. Two rounds of tiles a program, so that what is loaded for one is not
-    used for another; without a residual there is nothing to load."""
+    """Ahead not of split tiles. Two rounds of tiles a program, so that what is loaded for one is
+    not used for another; without a residual there is nothing to load."""
     a, b, residual = operands(70, (40, 24), 88, dtype, device)
     route = fused(TILE._replace(subtiles=4, split=split, **epilogue))
     check(route, a, b, residual.float(), dtype, dtype)

@@ -63,6 +63,12 @@ def test_a_tile_that_was_not_measured_is_out():
     assert ranges(row([128], [1], [None], [0.5]))[0] == (EDGES[0], B)
 
 
+def test_classes_without_measurements():
+    """cuBLAS, but for the most tokens the route of those before."""
+    assert ranges(row([128], [1], [0.5], [2])) == ((EDGES[0], A), (math.inf, None))
+    assert ranges(row([4096], [1], [0.5], [2])) == ((EDGES[2], None), (math.inf, A))
+
+
 def test_nothing_measured_is_cublas(table):
     table()
     assert route(SHAPE, 100, GPU) is None

@@ -1,6 +1,7 @@
 """Copies of weights for TF32's layout: which matmuls get one, when, and what the compiler keeps."""
 
 import copy
+import math
 import re
 
 import harness
@@ -16,7 +17,7 @@ from fusedbwd import Config, export_backward, report
 from fusedbwd.fuse import fuse
 from fusedbwd.graph import gradient_nodes
 from fusedbwd.kernels import _routes
-from fusedbwd.kernels._routes import EDGES
+from fusedbwd.kernels._routes import EDGES, Shape
 from fusedbwd.numerics import relative_l2
 from fusedbwd.precision import HIGH, HIGHEST, MEDIUM, matmul_precision
 from fusedbwd.problems import get_problem
@@ -30,10 +31,32 @@ aten = torch.ops.aten
 over_shapes = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 
 
+@pytest.fixture
+def measure(monkeypatch):
+    """Says that copies of any weight pay beyond some tokens on one capability, a CPU's being None;
+    None: that nothing was measured."""
+
+    def use(beyond, capability=None):
+        tokens = [e for e in EDGES if beyond and e <= beyond] + [EDGES[-1] + 1]
+        shape = Shape("k_major_weights", WIDTH, WIDTH, 1, False, "float32")._asdict()
+        row = shape | {"tokens": tokens, "cublas_ms": [2] * len(tokens)}
+        row["routes"] = [{"ms": [3] * (len(tokens) - 1) + [1]}]
+        # The class right after the edge has no count of its own unless there is one.
+        if beyond and beyond < EDGES[-1]:
+            row["tokens"].insert(-1, beyond + 1)
+            row["cublas_ms"].insert(-1, 2)
+            row["routes"][0]["ms"].insert(-1, 1)
+        rows = () if beyond is None else (row,)
+        monkeypatch.setattr(_routes, "REACH", math.inf)
+        monkeypatch.setattr(_routes, "measurements", lambda c: rows if c == capability else ())
+
+    return use
+
+
 @pytest.fixture(autouse=True)
-def measured(monkeypatch):
+def measured(monkeypatch, measure):
     """A CPU for which copies pay beyond the first edge, and token counts beyond that."""
-    monkeypatch.setitem(_routes.K_MAJOR_BEYOND, None, EDGES[0])
+    measure(EDGES[0])
     monkeypatch.setitem(harness.SIZES, "b", 40)
     monkeypatch.setitem(harness.OTHER_SIZES, "b", 30)
 
@@ -158,24 +181,29 @@ def reason(fn, shapes=None, **kwargs):
     return miss.reason
 
 
-def test_what_was_not_measured_stays(monkeypatch):
-    monkeypatch.delitem(_routes.K_MAJOR_BEYOND, None)
-    assert "not measured on this cpu" in reason(linear)
+def test_what_was_not_measured_stays(measure):
+    measure(None)
+    assert "was not measured on this cpu" in reason(linear)
+
+
+def test_what_is_unlike_the_measured_stays(monkeypatch):
+    monkeypatch.setattr(_routes, "REACH", 4.0)
+    wide = {"x": ("b", "s", 5 * WIDTH), "m1": (WIDTH, 5 * WIDTH), "b1": (WIDTH,)}
+    assert "was not measured on this cpu" in reason(linear, wide)
+
+
+def test_what_never_pays_stays(monkeypatch):
+    row = _routes.measurements(None)[0]
+    slow = row | {"routes": [{"ms": [3] * len(row["tokens"])}]}
+    monkeypatch.setattr(_routes, "measurements", lambda c: (slow,))
+    assert "was measured to cost more than it saves" in reason(linear)
 
 
 @over_shapes
-def test_few_tokens(monkeypatch, dynamic):
+def test_few_tokens(measure, dynamic):
     """With open sizes, those assumed while tracing decide."""
-    monkeypatch.setitem(_routes.K_MAJOR_BEYOND, None, EDGES[-1])
-    assert f"is for more than {EDGES[-1]}" in reason(linear, dynamic=dynamic)
-
-
-def test_the_copy_is_smaller_than_the_gradient():
-    """A wide weight goes by a later edge, and one wider than all edges is left."""
-    wide = {"x": ("b", "s", 193), "m1": (11, 193), "b1": (11,)}
-    assert f"is for more than {EDGES[1]}" in reason(linear, wide)
-    widest = {"x": ("b", "s", EDGES[-1] + 1), "m1": (11, EDGES[-1] + 1), "b1": (11,)}
-    assert "may be larger than the gradient" in reason(linear, widest)
+    measure(EDGES[-1])
+    assert "rows, for which a copy of" in reason(linear, dynamic=dynamic)
 
 
 @pytest.mark.parametrize(
@@ -307,9 +335,9 @@ def test_training_saves_no_copy():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cpp_wrapper", [False, True], ids=["Python", "C++"])
-def test_on_a_gpu(monkeypatch, cpp_wrapper):
+def test_on_a_gpu(measure, cpp_wrapper):
     capability = torch.cuda.get_device_capability()
-    monkeypatch.setitem(_routes.K_MAJOR_BEYOND, capability, EDGES[-1])
+    measure(EDGES[-2], capability)
     problem = get_problem("ffn_gelu_backward")
     module = problem.build(seed=1, device="cuda")
     with matmul_precision(HIGH):
