@@ -75,6 +75,7 @@ class Resources:
         spill_bytes: bytes a thread stores to and loads from local memory for want of registers.
         warps: warps a program.
         triton_version: the compiler's version; figures of two versions are not comparable.
+        ttir: Triton's own code, simplified, before any target's passes.
         ptx: the PTX text.
         cubin: the machine code.
     """
@@ -86,6 +87,7 @@ class Resources:
     spill_bytes: int
     warps: int
     triton_version: str
+    ttir: str = field(repr=False)
     ptx: str = field(repr=False)
     cubin: bytes = field(repr=False)
 
@@ -105,7 +107,7 @@ class Resources:
 
     def summary(self) -> dict[str, Any]:
         """The figures, without the code."""
-        return {k: v for k, v in asdict(self).items() if k not in ("ptx", "cubin")}
+        return {k: v for k, v in asdict(self).items() if k not in ("ttir", "ptx", "cubin")}
 
 
 def launches(launcher: Callable, *args) -> list[Launch]:
@@ -149,6 +151,7 @@ def compile_launch(launch: Launch, target: str, name: str = "") -> Resources:
         spill_bytes=spills,
         warps=compiled.metadata.num_warps,
         triton_version=triton.__version__,
+        ttir=compiled.asm["ttir"],
         ptx=compiled.asm["ptx"],
         cubin=compiled.asm["cubin"],
     )

@@ -2,8 +2,8 @@
 stand for them.
 
 One part each: one product, with TF32's 10 mantissa bits. Two parts each: three products, the two
-small ones added up by themselves; the large one's partial sums over each step of the summed
-dimension, 64 of it, outside the tensor core, whose own additions are less exact than float32's.
+small ones added up by themselves, and the partial sums over each step of the summed dimension, 64
+of it, added up outside the tensor core, whose own additions are less exact than float32's.
 
 Whether the operands' parts are safe is known on the device only. The kernel asks there, and
 multiplies the float32 operands themselves, by float32 instructions, if one is not.
@@ -290,7 +290,6 @@ def _fp16_matmul_kernel(
             tile_down, tile_across = place(tile, tiles_down, tiles_across, GROUP)
             row, column = tile_down * ROWS, tile_across * COLUMNS
             acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-            small = acc
             for step in tl.range(begin, end):
                 k = step * DEPTH
                 x = _tile_of(
@@ -311,10 +310,10 @@ def _fp16_matmul_kernel(
                         b2, k, column, depth, WIDTH, b_parts_stride,
                         DEPTH, COLUMNS, DESCRIBED, B_TRANSPOSED,
                     )  # fmt: skip
-                    small = tl.dot(x_rest, y, tl.dot(x, y_rest, small))
-                    acc += tl.dot(x, y)
-            if PARTS > 1:
-                acc += small * 0.00048828125  # 2^-11
+                    small = tl.dot(x_rest, y, tl.dot(x, y_rest))
+                    # A sum of three: Triton makes acc + dot(x, y) one dot that adds to acc, on the
+                    # tensor core.
+                    acc += tl.dot(x, y) + small * 0.00048828125  # 2^-11
             pieces = subtiles(times_power_of_2(acc, exponent), SUBTILES)
             for i in tl.static_range(SUBTILES):
                 _store(
