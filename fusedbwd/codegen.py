@@ -44,6 +44,7 @@ def compile_backward(gm: fx.GraphModule, fake_mode, config: Config) -> CompiledB
             stack.enter_context(compat.scratch_by_grid())
             stack.enter_context(compat.no_vector_probes())
         stack.enter_context(compat.sizes_guarded_in_cache())
+        stack.enter_context(compat.late_allocations())
         stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(fake_mode)))
         stack.enter_context(V.set_fake_mode(fake_mode))
         stack.enter_context(torch.no_grad())

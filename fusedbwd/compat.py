@@ -15,11 +15,12 @@ from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters, graph_break_reasons
 from torch._inductor import config as inductor_config
-from torch._inductor import cpu_vec_isa
+from torch._inductor import cpu_vec_isa, memory
 from torch._inductor.codecache import FxGraphCache
 from torch._inductor.codegen.common import TritonScratchWorkspace
 from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 aten = torch.ops.aten
@@ -192,6 +193,37 @@ def no_vector_probes() -> Iterator[None]:
 
     with mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", none_here):
         yield
+
+
+@contextlib.contextmanager
+def late_allocations() -> Iterator[None]:
+    """Makes Inductor allocate an uninitialized tensor just before what first needs it.
+
+    2.11 to 2.14 order operations for the least peak memory that they estimate. An allocation is an
+    operation that needs nothing, so that the results of our kernels are often all allocated first,
+    while the GPU waits for the first launch, and take memory from then on.
+    """
+    reorder = memory.reorder_for_peak_memory
+
+    def reordered(nodes, *args, **kwargs):
+        return _allocated_late(reorder(nodes, *args, **kwargs))
+
+    with mock.patch.object(memory, "reorder_for_peak_memory", reordered):
+        yield
+
+
+def _allocated_late(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+    waiting: dict[str, BaseSchedulerNode] = {}
+    order = []
+    for node in nodes:
+        if isinstance(node, NopKernelSchedulerNode) and not node.unmet_dependencies:
+            waiting |= dict.fromkeys(node.get_buffer_names(), node)
+            continue
+        for name in sorted(dep.name for dep in node.unmet_dependencies):
+            if name in waiting:
+                order.append(waiting.pop(name))
+        order.append(node)
+    return order + list(waiting.values())
 
 
 @contextlib.contextmanager

@@ -232,5 +232,6 @@ class Backend:
         return recorded
 
     def _compile_inner(self, gm: fx.GraphModule, example_inputs: Sequence, **options) -> Any:
-        compiled = (self.inner_compile or compile_fx_inner)(gm, example_inputs, **options)
+        with compat.late_allocations():
+            compiled = (self.inner_compile or compile_fx_inner)(gm, example_inputs, **options)
         return unbatched(compiled, gm) if options.get("is_backward") else compiled

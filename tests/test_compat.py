@@ -1,8 +1,14 @@
 """What is changed in torch for a while is as before afterwards, and in other threads meanwhile."""
 
+import contextlib
+import re
 import threading
 
-from torch._inductor import cpu_vec_isa
+import pytest
+import torch
+from torch._inductor import cpu_vec_isa, memory
+from torch._inductor.scheduler import NopKernelSchedulerNode
+from torch._inductor.utils import run_and_get_code
 
 from fusedbwd import compat
 
@@ -39,3 +45,36 @@ def test_no_cache_is_filled():
     with compat.no_vector_probes():
         cpu_vec_isa.pick_vec_isa()
     assert [c.cache_info().currsize for c in caches] == before
+
+
+@torch.library.custom_op("fusedbwd_test::fill", mutates_args={"out"})
+def fill(out: torch.Tensor, x: torch.Tensor) -> None:
+    out.copy_(x[0].expand_as(out))
+
+
+def filled(x):
+    results = []
+    for size in (9, 7, 5):
+        results.append(torch.empty(size))
+        fill(results[-1], x)
+        x = results[-1]
+    return results
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_allocations_are_made_when_they_are_needed(monkeypatch, late):
+    """Where Inductor's order has them all first."""
+
+    def allocations_first(nodes, *args, **kwargs):
+        return sorted(nodes, key=lambda n: not isinstance(n, NopKernelSchedulerNode))
+
+    monkeypatch.setattr(memory, "reorder_for_peak_memory", allocations_first)
+    fill.register_fake(lambda out, x: None)
+    torch._dynamo.reset()
+    compiled = torch.compile(filled, options={"fx_graph_cache": False})
+    with compat.late_allocations() if late else contextlib.nullcontext():
+        results, (source,) = run_and_get_code(compiled, torch.ones(4))
+    assert [r.tolist() for r in results] == [[1.0] * n for n in (9, 7, 5)]
+    found = re.findall(r"= empty_strided_cpu\(|fill\.default\(", source)
+    allocations = [f.startswith("=") for f in found]
+    assert allocations == ([True, False] * 3 if late else [True] * 3 + [False] * 3)
