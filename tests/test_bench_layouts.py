@@ -50,11 +50,11 @@ def test_what_is_written(script):
         us = dict(zip(ways, (2.0, 1.0, copying), strict=True))
         return script["Row"](precision, tokens, matmul, 1.0, us)
 
-    rows = [row(613, 3), row(2984, 1.9), row(17312, 1), row(17312, 9, HIGHEST)]
+    rows = [row(613, 3), row(2984, 1.9), row(7184, 1.9), row(17312, 1), row(17312, 9, HIGHEST)]
     fc2, fc1 = script["rows_of"]([*rows, row(613, 1, matmul="fc2 weight")], (512, 2048))
     assert (fc1["depth"], fc1["width"]) == (2048, 512) and fc2["tokens"] == []
-    assert fc1["tokens"] == [613, 2984, 17312]
-    assert fc1["routes"] == [{"layout": "copy, transposed", "ms": [0.003, 0.0019, 0.001]}]
+    assert fc1["tokens"] == [613, 2984, 7184, 17312]
+    assert fc1["routes"] == [{"layout": "copy, transposed", "ms": [0.003, 0.0019, 0.0019, 0.001]}]
     assert script["where_it_pays"](fc1) == "a copy of a weight [2048, 512] pays: 768 < tokens"
     nowhere, _ = script["rows_of"]([row(613, 3, matmul="fc2 input")], (512, 2048))
     assert script["where_it_pays"](nowhere).endswith("[512, 2048] pays: nowhere")
