@@ -37,8 +37,8 @@ from fusedbwd.precision import HIGH, HIGHEST, matmul_precision
 
 SIZES = {  # hidden and wide, each with token counts in every class that routes know
     (512, 2048): (128, 613, 2984, 4096, 7184, 17312, 65536, 131072),
-    (1024, 4096): (128, 613, 2984, 8192, 16384, 65536),
-    (4096, 14336): (128, 613, 2984, 8192, 16384),
+    (1024, 4096): (128, 613, 2984, 3500, 8192, 16384, 65536),
+    (4096, 14336): (128, 613, 2984, 3500, 8192, 16384),
 }
 AS_IT_LIES, TRANSPOSED, COPYING = "as it lies", "transposed", "copy, transposed"
 WAYS = (AS_IT_LIES, TRANSPOSED, COPYING)
