@@ -110,7 +110,7 @@ def bench_case(
 
     peaks = {}
     for name, fn in fns.items():
-        for _ in range(WARMUP_CALLS):
+        for _ in range(WARMUP_CALLS - 1):
             fn(moving.next())
         peaks[name] = _peak_bytes(fn, moving.next(), device)
     times: dict[str, list[float]] = {name: [] for name in fns}
@@ -246,12 +246,15 @@ class _Stopwatch:
 
     def cold(self, fn: Variant, inputs: Mapping[str, Any]) -> tuple[float, Sequence[Tensor]]:
         """On the device, with the caches flushed."""
-        self._synchronize()
-        self._flush.zero_()
         if self._device.type != "cuda":
+            self._flush.zero_()
             return self.wall(fn, inputs)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.device(self._device):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for event in (start, end):  # an event is made when it is first recorded
+                event.record()
+            self._synchronize()
+            self._flush.zero_()
             start.record()
             outputs = fn(inputs)
             end.record()

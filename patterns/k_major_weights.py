@@ -43,9 +43,8 @@ def _prove(match: Match) -> Rewrite | None:
     require(any(pays for _, pays in ranges), f"{size} was measured to cost more than it saves")
     tokens = a.shape[0]
     require(not free_unbacked_symbols(tokens), f"nobody knows how many rows {grad.name} has")
-    pays = next(pays for end, pays in ranges if tokens <= end)  # last: it leaves a guard
-    require(pays, f"{grad.name} has {tokens} rows, for which {size} was measured to cost more "
-                  f"than it saves")  # fmt: skip
+    pays = next(pays for end, pays in ranges if tokens <= end)  # last: it leaves guards
+    require(pays, f"{size} was not measured to pay for the {tokens} rows of {grad.name}")
 
     def replacement(grad, weight):
         return (torch.mm(grad, weight.t().contiguous().t()),)

@@ -210,7 +210,8 @@ def test_bench_moves_the_inputs_and_keeps_their_values():
     fns = {"ours": record}
     bench.bench_case(problem, module, fns, (2, 5), calls=5, flush_bytes=1 << 16)
     for name, seen in addresses.items():
-        assert len(seen) == 1 + bench.WARMUP_CALLS + 5, name
+        # The first call's copies are gone by then: theirs may be an address of a later one.
+        assert len(seen) >= bench.WARMUP_CALLS + 5, name
 
 
 def stand_in_by_dict(problem):
