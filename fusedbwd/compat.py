@@ -177,45 +177,51 @@ def _allocates_scratch_by_grid() -> bool:
     return scratch is not None and any("grid_0" in line for line in scratch[0])
 
 
-@contextlib.contextmanager
-def no_vector_probes() -> Iterator[None]:
-    """Keeps Inductor from finding out what vector instructions the CPU has, in this thread.
+class _InTheseThreads:
+    """A context in which ``owner.name(...)`` is ``around(original, ...)`` in the threads that are
+    inside. After it, after the last one's if they overlap, all is as before."""
 
-    For any C++ it builds, 2.11 to 2.14 first start a Python that imports torch for each
-    instruction set, ten of them, once a process and even on a hit in the cache: up to half a
-    minute for a wrapper around GPU kernels, which has no use for them. Setting
-    ``cpp.vec_isa_ok`` would do, but the answers are cached in several places for good.
-    """
-    found_out, here = cpu_vec_isa.valid_vec_isa_list, threading.get_ident()
+    def __init__(self, owner: object, name: str, around: Callable) -> None:
+        self._owner, self._name, self._around = owner, name, around
+        self._inside: list[int] = []
+        self._changing = threading.Lock()
 
-    def none_here() -> list[cpu_vec_isa.VecISA]:
-        return [] if threading.get_ident() == here else found_out()
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        here = threading.get_ident()
+        with self._changing:
+            if not self._inside:
+                self._original = getattr(self._owner, self._name)
+                setattr(self._owner, self._name, self._call)
+            self._inside.append(here)
+        try:
+            yield
+        finally:
+            with self._changing:
+                self._inside.remove(here)
+                if not self._inside:
+                    setattr(self._owner, self._name, self._original)
 
-    with mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", none_here):
-        yield
-
-
-@contextlib.contextmanager
-def late_allocations() -> Iterator[None]:
-    """Makes Inductor allocate an uninitialized tensor just before what first needs it.
-
-    2.11 to 2.14 order operations for the least peak memory that they estimate. An allocation is an
-    operation that needs nothing, so that the results of our kernels are often all allocated first,
-    while the GPU waits for the first launch, and take memory from then on.
-    """
-    reorder = memory.reorder_for_peak_memory
-
-    def reordered(nodes, *args, **kwargs):
-        return _allocated_late(reorder(nodes, *args, **kwargs))
-
-    with mock.patch.object(memory, "reorder_for_peak_memory", reordered):
-        yield
+    def _call(self, *args, **kwargs):
+        if threading.get_ident() in self._inside:
+            return self._around(self._original, *args, **kwargs)
+        return self._original(*args, **kwargs)
 
 
-def _allocated_late(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+no_vector_probes = _InTheseThreads(cpu_vec_isa, "valid_vec_isa_list", lambda original: [])
+"""Keeps Inductor from finding out what vector instructions the CPU has, in this thread.
+
+For any C++ it builds, 2.11 to 2.14 first start a Python that imports torch for each instruction
+set, ten of them, once a process and even on a hit in the cache: up to half a minute for a wrapper
+around GPU kernels, which has no use for them. Setting ``cpp.vec_isa_ok`` would do, but the answers
+are cached in several places for good.
+"""
+
+
+def _allocated_late(reorder: Callable, *args, **kwargs) -> list[BaseSchedulerNode]:
     waiting: dict[str, BaseSchedulerNode] = {}
     order = []
-    for node in nodes:
+    for node in reorder(*args, **kwargs):
         if isinstance(node, NopKernelSchedulerNode) and not node.unmet_dependencies:
             waiting |= dict.fromkeys(node.get_buffer_names(), node)
             continue
@@ -224,6 +230,15 @@ def _allocated_late(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
                 order.append(waiting.pop(name))
         order.append(node)
     return order + list(waiting.values())
+
+
+late_allocations = _InTheseThreads(memory, "reorder_for_peak_memory", _allocated_late)
+"""Makes Inductor allocate an uninitialized tensor just before what first needs it, in this thread.
+
+2.11 to 2.14 order operations for the least peak memory that they estimate. An allocation is an
+operation that needs nothing, so that the results of our kernels are often all allocated first,
+while the GPU waits for the first launch, and take memory from then on.
+"""
 
 
 @contextlib.contextmanager

@@ -293,7 +293,9 @@ def _on_fp16_parts(narrow: torch.Tensor, wide: torch.Tensor) -> list[tuple[str, 
 
 def _name(tile: MatmulTile) -> str:
     split = ", split" if tile.split else ""
-    return f"{tile.rows}x{tile.columns}x{tile.depth}, {tile.programs_per_sm} per SM{split}"
+    staged = ", staged" if tile.staged else ""
+    size = f"{tile.rows}x{tile.columns}x{tile.depth}, {tile.warps} warps"
+    return f"{size}, {tile.programs_per_sm} per SM{split}{staged}"
 
 
 def _source(launch: Launch) -> ASTSource:

@@ -78,7 +78,8 @@ def _copy_once(graph: fx.Graph) -> None:
         copy.meta["partitioner_tag"] = "must_be_in_backward"
         while weight.target is _PERMUTE:
             weight = weight.args[0]
-        key = weight, str(value(source).stride())  # a text, since open sizes have no hash
+        layout = value(source).shape, value(source).stride()
+        key = weight, str(layout)  # a text, since open sizes have no hash
         copy.replace_all_uses_with(copies.setdefault(key, copy))
     graph.eliminate_dead_code()
 

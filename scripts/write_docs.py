@@ -63,13 +63,15 @@ def fusions(page: str) -> str:
 
 def against_inductor(fusion: str) -> str:
     """The measured speed-ups of a fusion on the H200, least and greatest over widths."""
-    if fusion in {row["op"] for row in measurements((9, 0))}:
-        return "by token count, against cuBLAS: see `scripts/tune.py`"
+    rows = [row for row in measurements((9, 0)) if row["op"] == fusion]
+    if rows:
+        script = "tune.py" if "tile" in rows[0]["routes"][0] else "bench_layouts.py"
+        return f"by token count, against cuBLAS: see `scripts/{script}`"
     table = gate.tables().get(gate.MEASURED_GPU)
-    rows = [r for r in table.rows if r.fusion == fusion] if table else []
+    of_it = [r for r in table.rows if r.fusion == fusion] if table else []
     found: dict[str, list[float]] = {}
     off = []
-    for (_, width, dtype), gained in gate.speedups(rows).items():
+    for (_, width, dtype), gained in gate.speedups(of_it).items():
         found.setdefault(dtype, []).append(gained)
         if gained < gate.THRESHOLD:
             off.append(f"{width} in {dtype}")

@@ -3,6 +3,8 @@
 import contextlib
 import re
 import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -45,6 +47,23 @@ def test_no_cache_is_filled():
     with compat.no_vector_probes():
         cpu_vec_isa.pick_vec_isa()
     assert [c.cache_info().currsize for c in caches] == before
+
+
+def test_threads_that_overlap_leave_all_as_before():
+    """Whichever leaves first; and a thread that is not inside is not concerned."""
+    owner = types.SimpleNamespace(name=lambda: "as it was")
+    original = owner.name
+    changed = compat._InTheseThreads(owner, "name", lambda was: f"not {was()}")
+    first, second = changed(), changed()
+    with ThreadPoolExecutor(1) as other:
+        first.__enter__()
+        assert other.submit(owner.name).result() == "as it was"
+        other.submit(second.__enter__).result()
+        first.__exit__(None, None, None)
+        assert owner.name() == "as it was"
+        assert other.submit(owner.name).result() == "not as it was"
+        other.submit(second.__exit__, None, None, None).result()
+    assert owner.name is original
 
 
 @torch.library.custom_op("fusedbwd_test::fill", mutates_args={"out"})

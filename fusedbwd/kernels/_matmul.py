@@ -41,8 +41,9 @@ class MatmulTile(NamedTuple):
         early: how many pieces ahead, at most all, the epilogue's operands are loaded: the first
             so many before the main loop, which hides their latency, at the price of registers
             (matmuls with an elementwise epilogue; sum_matmul's residual, if tiles are whole).
-        staged: load the epilogue's operand, and store a 16-bit result, by descriptors, a piece at
-            a time through shared memory (matmul_gelu_backward; sum_matmul's residual).
+        staged: load the epilogue's operands by descriptors, a piece at a time through shared
+            memory, and store results so that are in 16 bits (matmuls with an elementwise
+            epilogue; of sum_matmul only the residual is loaded so).
     """
 
     rows: int

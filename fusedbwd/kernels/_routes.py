@@ -77,13 +77,19 @@ def route(shape: Shape, tokens: int | torch.SymInt, device: torch.device) -> Mat
     return ranges[-1][1]
 
 
-def tile_for(shape: Shape, *operands: torch.Tensor) -> MatmulTile | None:
+def tile_for(
+    shape: Shape, *operands: torch.Tensor, epilogue: Sequence[torch.Tensor] = ()
+) -> MatmulTile | None:
     """:func:`route` for these operands, the first of which has the tokens as rows; None too
-    where the kernels do not take them."""
+    where the kernels do not take them, and for a staged tile that would not be staged because of
+    the ``epilogue``'s operands or the 16-bit result's width: it was measured staged."""
     first = operands[0]
     if not takes(first.dtype) or not describable(*operands):
         return None
-    return route(shape, first.shape[0], first.device)
+    tile = route(shape, first.shape[0], first.device)
+    if tile is not None and tile.staged and epilogue:
+        return tile if shape.width % 8 == 0 and describable(*epilogue) else None
+    return tile
 
 
 def pays(shape: Shape, device: torch.device) -> bool:
@@ -142,6 +148,8 @@ def nearest(shape: Shape, rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any
         steps = (row["depth"] / shape.depth, row["width"] / shape.width)
         return max(abs(math.log(s)) for s in steps)
 
+    if not shape.depth or not shape.width:
+        return None
     out_dtype = "bfloat16" if shape.out_dtype == "float16" else shape.out_dtype
     kind = (shape.op, shape.pairs, shape.residual, out_dtype)
     alike = [

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fusedbwd.kernels._op import define_op
 from fusedbwd.kernels._tiles import accumulation_dtype, check_shapes
-from fusedbwd.kernels.gelu import gelu_backward_reference, gelu_slope
+from fusedbwd.kernels.gelu import gelu_backward_reference, gelu_phi_and_slope
 from fusedbwd.kernels.swiglu import launch_packed
 
 
@@ -50,18 +50,6 @@ def geglu_backward_reference(
 
 
 @triton.jit
-def _gelu(x, TANH: tl.constexpr):
-    """gelu of ``x``, a block in float32."""
-    if TANH:
-        # x * sigmoid(2 u), by an exponential that cannot overflow.
-        u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        z = tl.exp(-2 * tl.abs(u))
-        return x * (tl.where(u < 0, z, 1.0) / (1 + z))
-    else:
-        return x * (0.5 * (1 + tl.erf(x * 0.7071067811865476)))
-
-
-@triton.jit
 def _geglu_backward_kernel(
     grad_ptr,
     act_ptr,
@@ -85,8 +73,9 @@ def _geglu_backward_kernel(
     act = tl.load(act_ptr + row * act_stride + column, mask)
     linear = tl.load(linear_ptr + row * linear_stride + column, mask).to(tl.float32)
     a = act.to(tl.float32)
-    d_act = grad * linear * gelu_slope(a, TANH)
-    d_linear = grad * _gelu(a, TANH).to(act.dtype).to(tl.float32)
+    phi, slope = gelu_phi_and_slope(a, TANH)
+    d_act = grad * linear * slope
+    d_linear = grad * (a * phi).to(act.dtype).to(tl.float32)
     packed = packed_ptr + row * (2 * WIDTH) + column
     dtype = packed_ptr.dtype.element_ty
     tl.store(packed + D_ACT, d_act.to(dtype), mask)

@@ -161,7 +161,8 @@ def matmul_gelu_backward_shape(grad, weight, x, approximate) -> Shape:
 
 def matmul_gelu_backward_launch(grad, weight, x, approximate) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel where it was measured to be faster, else cuBLAS and the GELU kernel."""
-    tile = tile_for(matmul_gelu_backward_shape(grad, weight, x, approximate), grad, weight)
+    shape = matmul_gelu_backward_shape(grad, weight, x, approximate)
+    tile = tile_for(shape, grad, weight, epilogue=[x])
     if tile is None:
         return matmul_gelu_backward_unfused(grad, weight, x, approximate)
     return matmul_gelu_backward_fused(grad, weight, x, approximate, tile)

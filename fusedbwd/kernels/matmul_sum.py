@@ -282,7 +282,8 @@ def sum_matmul_shape(a, b, residual, out_dtype) -> Shape:
 
 def sum_matmul_launch(a, b, residual, out_dtype) -> torch.Tensor:
     """The kernel where it was measured to be faster, else cuBLAS."""
-    tile = tile_for(sum_matmul_shape(a, b, residual, out_dtype), *a, *b)
+    epilogue = [] if residual is None else [residual]
+    tile = tile_for(sum_matmul_shape(a, b, residual, out_dtype), *a, *b, epilogue=epilogue)
     if tile is None:
         return sum_matmul_unfused(a, b, residual, out_dtype)
     return sum_matmul_fused(a, b, residual, out_dtype, tile)

@@ -163,7 +163,8 @@ def matmul_swiglu_backward_shape(grad, weight, act, linear) -> Shape:
 
 def matmul_swiglu_backward_launch(grad, weight, act, linear) -> torch.Tensor:
     """The kernel where it was measured to be faster, else cuBLAS and the SwiGLU kernel."""
-    tile = tile_for(matmul_swiglu_backward_shape(grad, weight, act, linear), grad, weight)
+    shape = matmul_swiglu_backward_shape(grad, weight, act, linear)
+    tile = tile_for(shape, grad, weight, epilogue=[act, linear])
     if tile is None:
         return matmul_swiglu_backward_unfused(grad, weight, act, linear)
     return matmul_swiglu_backward_fused(grad, weight, act, linear, tile)

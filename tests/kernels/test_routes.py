@@ -99,6 +99,24 @@ def test_by_tokens(table):
     assert _routes.pays(SHAPE, GPU)
 
 
+@pytest.mark.parametrize("width", [512, 0])
+def test_a_size_of_zero_is_cublas(table, width):
+    table(row([128], [3], [2], [4]))
+    assert route(SHAPE._replace(depth=512 - width, width=width), 100, GPU) is None
+
+
+def test_a_staged_tile_that_cannot_be_is_cublas(monkeypatch):
+    """What the table says of it was measured by descriptors. Strides of 8 numbers suit these."""
+    monkeypatch.setattr(_routes, "route", lambda *_: A._replace(staged=True))
+    operand = torch.empty(24, 48, dtype=torch.float16, device="meta")
+    fits, odd = operand[:, :16], torch.empty(24, 49, device="meta")[:, :48]
+    for epilogue, found in (([fits], True), ([odd], False), ([fits, odd], False), ([], True)):
+        tile = _routes.tile_for(SHAPE, operand, operand, epilogue=epilogue)
+        assert (tile is not None) == found
+    narrow = SHAPE._replace(width=36)
+    assert _routes.tile_for(narrow, operand, operand, epilogue=[fits]) is None
+
+
 def test_on_a_cpu_everything_fuses(table):
     table()
     assert _routes.pays(SHAPE, torch.device("cpu"))

@@ -270,6 +270,30 @@ def test_other_copies_of_one_weight_stay_apart(check):
     check(fn, shapes, frozen=("m",), precision=HIGH, fires=0)
 
 
+class ExpandedCopies(torch.autograd.Function):
+    """Its backward multiplies with copies of an expanded matrix, whose strides are alike."""
+
+    @staticmethod
+    def forward(ctx, x, m):
+        ctx.save_for_backward(m)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (m,) = ctx.saved_tensors
+        wide = m.expand(WIDTH, 20)
+        copies = (w.clone(memory_format=torch.contiguous_format).t() for w in (wide.t(), wide))
+        flat = grad.flatten(0, 1)
+        for each in copies:
+            flat = flat @ each
+        return flat.view_as(grad), None
+
+
+def test_other_copies_of_other_shapes_stay_apart(check):
+    fn = lambda x, m: ExpandedCopies.apply(x, m)  # noqa: E731
+    check(fn, arguments_of(fn, m=(1, 1)), frozen=("m",), precision=HIGH, fires=0)
+
+
 # --- compiled
 
 
