@@ -121,14 +121,13 @@ def _time(runs: Sequence[Callable], inputs: list, device: torch.device, calls: i
     """The median milliseconds of each run; in turns, with the caches flushed before each call."""
     on_gpu = device.type == "cuda"
     flush = torch.empty(FLUSH_BYTES if on_gpu else 1, dtype=torch.uint8, device=device)
-    timed = _on_gpu if on_gpu else _on_cpu
     calling = [_captured(run, inputs) if on_gpu else partial(_call, run, inputs) for run in runs]
     elapsed: list[list[Callable[[], float]]] = [[] for _ in runs]
     for turn in range(calls):
         for k in range(len(runs)):
             index = (turn + k) % len(runs)
             flush.zero_()
-            elapsed[index].append(timed(calling[index]))
+            elapsed[index].append(timed(calling[index], device))
     # Read only now: waiting for each call would leave the GPU idle before the next.
     return [statistics.median(read() for read in reads) for reads in elapsed]
 
@@ -152,7 +151,14 @@ def _captured(run: Callable, inputs: list) -> Callable[[], None]:
     return graph.replay
 
 
-def _on_gpu(call: Callable[[], None]) -> Callable[[], float]:
+def timed(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
+    """Calls ``call``, on a GPU between two events; returns what gives its milliseconds, for which a
+    GPU is waited for."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        call()
+        elapsed = (time.perf_counter() - begin) * 1e3
+        return lambda: elapsed
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     call()
@@ -163,13 +169,6 @@ def _on_gpu(call: Callable[[], None]) -> Callable[[], float]:
         return start.elapsed_time(end)
 
     return milliseconds
-
-
-def _on_cpu(call: Callable[[], None]) -> Callable[[], float]:
-    start = time.perf_counter()
-    call()
-    elapsed = (time.perf_counter() - start) * 1e3
-    return lambda: elapsed
 
 
 # --- many cases at once

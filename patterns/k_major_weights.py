@@ -20,7 +20,7 @@ from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fusedbwd.graph import gradient_nodes, same_size, value
-from fusedbwd.kernels._routes import k_major
+from fusedbwd.kernels._routes import at, k_major
 from fusedbwd.patterns.matmuls import float32_of_backward
 from fusedbwd.patterns.pattern import Pattern, Rewrite, require
 from fusedbwd.precision import HIGHEST, in_force
@@ -43,8 +43,10 @@ def _prove(match: Match) -> Rewrite | None:
     require(any(pays for _, pays in ranges), f"{size} was measured to cost more than it saves")
     tokens = a.shape[0]
     require(not free_unbacked_symbols(tokens), f"nobody knows how many rows {grad.name} has")
-    pays = next(pays for end, pays in ranges if tokens <= end)  # last: it leaves guards
-    require(pays, f"{size} was not measured to pay for the {tokens} rows of {grad.name}")
+    # Last: it leaves guards.
+    require(
+        at(ranges, tokens), f"{size} was not measured to pay for the {tokens} rows of {grad.name}"
+    )
 
     def replacement(grad, weight):
         return (torch.mm(grad, weight.t().contiguous().t()),)

@@ -15,23 +15,21 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from tabulate import tabulate
 
 from fusedbwd import bench_kernels
 from fusedbwd.bench import FLUSH_BYTES
+from fusedbwd.bench_fusions import timed
 from fusedbwd.errors import FusedBwdError
-from fusedbwd.kernels._routes import Shape, classes
+from fusedbwd.kernels._routes import classes, k_major_shape, measured_on, write_table
 from fusedbwd.numerics import relative_l2
 from fusedbwd.precision import HIGH, HIGHEST, matmul_precision
 
@@ -100,16 +98,8 @@ def microseconds(runs: Runs, calls: int, flush: torch.Tensor) -> dict[str, float
         flush.zero_()
         if flush.is_cuda:
             torch.cuda._sleep(300_000)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            runs[way]()
-            end.record()
-            end.synchronize()
-            elapsed = start.elapsed_time(end) * 1e3
-        else:
-            begin = time.perf_counter()
-            runs[way]()
-            elapsed = (time.perf_counter() - begin) * 1e6
+        milliseconds = timed(runs[way], flush.device)
+        elapsed = milliseconds() * 1e3
         if call >= 2:
             times[way].append(elapsed)
     return {way: statistics.median(found) for way, found in times.items()}
@@ -153,10 +143,9 @@ def rows_of(rows: list[Row], sizes: tuple[int, int]) -> list[dict[str, Any]]:
     found = []
     for name, (k, n) in {"fc2 input": sizes, "fc1 input": sizes[::-1]}.items():
         measured = [r for r in rows if (r.precision, r.matmul) == (HIGH, name)]
-        shape = Shape("k_major_weights", k, n, 1, False, "float32")
         times = {way: [round(r.us[way] / 1e3, 5) for r in measured] for way in WAYS}
         found.append(
-            shape._asdict()
+            k_major_shape(k, n)._asdict()
             | {"tokens": [r.tokens for r in measured], "cublas_ms": times[AS_IT_LIES]}
             | {"routes": [{"layout": COPYING, "ms": times[COPYING]}]}
         )
@@ -220,14 +209,7 @@ def main(argv: list[str] | None = None) -> int:
         table_rows += rows_of(rows, sizes)
     print("\n".join(map(where_it_pays, table_rows)))
     if args.out:
-        head = {
-            "gpu": torch.cuda.get_device_name(device),
-            "capability": torch.cuda.get_device_capability(device),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-        }
-        lines = ",\n".join(json.dumps(row) for row in table_rows)
-        args.out.write_text(json.dumps(head)[:-1] + ', "rows": [\n' + lines + "\n]}\n")
+        write_table(args.out, measured_on(device), table_rows)
     return 0
 
 

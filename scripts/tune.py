@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from tabulate import tabulate
 
 from fusedbwd.errors import FusedBwdError
 from fusedbwd.kernels import matmul_gelu, matmul_sum, matmul_swiglu
 from fusedbwd.kernels._matmul import MatmulTile
 from fusedbwd.kernels._op import eager, record_launches
-from fusedbwd.kernels._routes import DATA, Shape, ranges
+from fusedbwd.kernels._routes import DATA, Shape, measured_on, ranges, write_table
 from fusedbwd.numerics import relative_l2
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -343,10 +342,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: no shape's name has any of {args.only}", file=sys.stderr)
         return 2
 
-    name = torch.cuda.get_device_name()
-    head = {"gpu": name, "capability": list(torch.cuda.get_device_capability())}
-    head |= {"torch": torch.__version__, "triton": triton.__version__}
-    out = args.out or DATA / f"matmul_{name.split()[-1].lower()}.json"
+    head = measured_on()
+    out = args.out or DATA / f"matmul_{head['gpu'].split()[-1].lower()}.json"
     try:
         rows = known(out, head) if len(shapes) < len(SHAPES) or args.tokens else {}
     except FusedBwdError as error:
@@ -377,8 +374,7 @@ def main(argv: list[str] | None = None) -> int:
         rows[job.name] = row if whole else merged(rows[job.name], row)
     flops = {job.name: job.flops for job in shapes.values()}
     print(f"\n{table([rows[name] for name in flops], flops)}")
-    lines = ",\n".join(json.dumps(row) for row in rows.values())
-    out.write_text(json.dumps(head)[:-1] + ', "rows": [\n' + lines + "\n]}\n")
+    write_table(out, head, rows.values())
     print(f"written: {out}")
     return 0
 

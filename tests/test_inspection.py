@@ -1,24 +1,19 @@
 """What inspection shows: fusions, the calls of the generated backward, sources, resources."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import ROOT, uninterpreted
 from torch import nn
 
 from fusedbwd import UnsupportedError
 from fusedbwd.inspection import inspect_module, inspect_problem
 from fusedbwd.precision import MEDIUM, matmul_precision
 from fusedbwd.wrapper import Kernel, read_calls, read_kernels
-
-ROOT = Path(__file__).resolve().parents[1]
 
 # The forms that Inductor's Python wrapper takes on a GPU, cut down.
 GPU_WRAPPER = """
@@ -192,15 +187,8 @@ def test_module_without_gradients():
 
 
 def run_script(*arguments, cwd=ROOT):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
-    return subprocess.run(
-        [sys.executable, ROOT / "scripts" / "inspect_kernels.py", "--device", "cpu", *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    script = ROOT / "scripts" / "inspect_kernels.py"
+    return uninterpreted(script, "--device", "cpu", *arguments, cwd=cwd)
 
 
 def test_script_on_a_problem(tmp_path):

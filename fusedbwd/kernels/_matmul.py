@@ -36,14 +36,12 @@ class MatmulTile(NamedTuple):
             More pieces need fewer registers.
         group: rows of tiles that are covered column by column, for reuse in the L2 cache.
         split: let several programs share one tile of an incomplete last round (sum_matmul only).
-        flat: load a program's next tile while the last one is finished, at the price of
-            shared memory (matmuls with an elementwise epilogue only).
         early: how many pieces ahead, at most all, the epilogue's operands are loaded: the first
             so many before the main loop, which hides their latency, at the price of registers
             (matmuls with an elementwise epilogue; sum_matmul's residual, if tiles are whole).
         staged: load the epilogue's operands by descriptors, a piece at a time through shared
-            memory, and store results so that are in 16 bits (matmuls with an elementwise
-            epilogue; of sum_matmul only the residual is loaded so).
+            memory, and store 16-bit results likewise (matmuls with an elementwise epilogue; of
+            sum_matmul only the residual's load).
     """
 
     rows: int
@@ -55,7 +53,6 @@ class MatmulTile(NamedTuple):
     subtiles: int = 1
     group: int = 8
     split: bool = False
-    flat: bool = False
     early: int = 0
     staged: bool = False
 
@@ -142,14 +139,20 @@ def block(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    ONCE: tl.constexpr = False,
 ):
-    """Elements [row, row + ROWS) x [column, column + COLUMNS); zeros outside the matrix."""
+    """Elements [row, row + ROWS) x [column, column + COLUMNS); zeros outside the matrix.
+
+    ONCE: no other program reads them. They then do not push those out of the L2 cache that others
+    do read (by pointers; a descriptor's loads have no such hint)."""
     if DESCRIBED:
         return source.load([row, column])
     else:
-        r = (row + tl.arange(0, ROWS))[:, None]
+        r = (row + tl.arange(0, ROWS))[:, None].to(tl.int64)
         c = (column + tl.arange(0, COLUMNS))[None, :]
-        return tl.load(source + r.to(tl.int64) * stride + c, (r < rows) & (c < columns), 0.0)
+        mask = (r < rows) & (c < columns)
+        EVICTION: tl.constexpr = "evict_first" if ONCE else ""
+        return tl.load(source + r * stride + c, mask, 0.0, eviction_policy=EVICTION)
 
 
 @triton.jit
@@ -230,29 +233,6 @@ def subtiles(tile, COUNT: tl.constexpr):
 
 
 @triton.jit
-def load_once(
-    source,
-    row,
-    column,
-    rows,
-    columns,
-    stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-):
-    """As :func:`block`, of an operand that no other program reads: not to push those out of the
-    L2 cache that others do."""
-    if DESCRIBED:
-        return source.load([row, column])
-    else:
-        r = (row + tl.arange(0, ROWS))[:, None].to(tl.int64)
-        c = (column + tl.arange(0, COLUMNS))[None, :]
-        mask = (r < rows) & (c < columns)
-        return tl.load(source + r * stride + c, mask, 0.0, eviction_policy="evict_first")
-
-
-@triton.jit
 def store_piece(target, piece, row, column, rows, columns, stride, DESCRIBED: tl.constexpr):
     """Writes ``piece`` to its place in a matrix, what :func:`operand` made of its pointer."""
     if DESCRIBED:
@@ -293,12 +273,13 @@ def store_sum(
     HAS_RESIDUAL: tl.constexpr,
 ):
     """Writes ``acc``, plus the residual there, to its place in the result [rows, COLUMNS]."""
-    r = (row + tl.arange(0, acc.shape[0]))[:, None].to(tl.int64)
-    c = (column + tl.arange(0, acc.shape[1]))[None, :]
-    mask = (r < rows) & (c < COLUMNS)
     if HAS_RESIDUAL:
-        acc += tl.load(residual_ptr + r * residual_stride + c, mask, 0.0).to(tl.float32)
-    tl.store(out_ptr + r * COLUMNS + c, acc.to(out_ptr.dtype.element_ty), mask)
+        acc += block(
+            residual_ptr, row, column, rows, COLUMNS, residual_stride,
+            acc.shape[0], acc.shape[1], False,
+        ).to(tl.float32)  # fmt: skip
+    rounded = acc.to(out_ptr.dtype.element_ty)
+    store_piece(out_ptr, rounded, row, column, rows, COLUMNS, COLUMNS, False)
 
 
 @triton.jit

@@ -24,12 +24,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import triton
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fusedbwd.kernels._matmul import MatmulTile, describable, takes
+
+T = TypeVar("T")
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -71,9 +74,15 @@ def route(shape: Shape, tokens: int | torch.SymInt, device: torch.device) -> Mat
     ranges = _routes(shape, _capability(device))
     if len(ranges) > 1 and free_unbacked_symbols(tokens):
         return None  # nobody can say how many tokens there will be
-    for end, tile in ranges[:-1]:
+    return at(ranges, tokens)
+
+
+def at(ranges: Sequence[tuple[float, T]], tokens: int | torch.SymInt) -> T:
+    """What ``ranges``, each with its end and the last without one, have for ``tokens``; of a
+    symbol, every comparison is a guard."""
+    for end, found in ranges[:-1]:
         if tokens <= end:
-            return tile
+            return found
     return ranges[-1][1]
 
 
@@ -100,12 +109,16 @@ def pays(shape: Shape, device: torch.device) -> bool:
     return any(tile is not None for _, tile in _routes(shape, _capability(device)))
 
 
+def k_major_shape(depth: int, width: int) -> Shape:
+    """The float32 matmul by a weight [depth, width], as the table of layouts knows it."""
+    return Shape("k_major_weights", depth, width, 1, False, "float32")
+
+
 def k_major(depth: int, width: int, device: torch.device) -> tuple[tuple[float, bool], ...]:
     """For ``grad [tokens, depth] @ weight [depth, width]`` in TF32, ranges of tokens, each by its
     end, with whether a K-major copy of the weight pays there, the copy's time included; none at all
     where that was not measured."""
-    shape = Shape("k_major_weights", depth, width, 1, False, "float32")
-    row = nearest(shape, measurements(_capability(device)))
+    row = nearest(k_major_shape(depth, width), measurements(_capability(device)))
     return () if row is None else tuple((end, i is not None) for end, i in classes(row))
 
 
@@ -132,6 +145,22 @@ def _tables() -> tuple[tuple[tuple[int, int], list[Mapping[str, Any]]], ...]:
     paths = sorted(p for kind in ("matmul", "layouts") for p in DATA.glob(f"{kind}_*.json"))
     found = (json.loads(path.read_text()) for path in paths)
     return tuple((tuple(table["capability"]), table["rows"]) for table in found)
+
+
+def measured_on(device: torch.device | None = None) -> dict[str, Any]:
+    """The head of a table that is measured on this GPU, with these versions."""
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "capability": list(torch.cuda.get_device_capability(device)),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+
+
+def write_table(path: Path, head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes a table as those shipped are written, a row a line."""
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    path.write_text(json.dumps(head)[:-1] + ', "rows": [\n' + lines + "\n]}\n")
 
 
 def measurements(capability: tuple[int, int] | None) -> tuple[Mapping[str, Any], ...]:

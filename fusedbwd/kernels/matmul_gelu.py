@@ -8,8 +8,8 @@ import triton.language as tl
 
 from fusedbwd.kernels._matmul import (
     MatmulTile,
+    block,
     describable,
-    load_once,
     mm,
     multiply,
     operand,
@@ -79,7 +79,6 @@ def _matmul_gelu_kernel(
     SUBTILES: tl.constexpr,
     EARLY: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    FLAT: tl.constexpr,
     DESCRIBED: tl.constexpr,
     STAGED: tl.constexpr,
 ):
@@ -89,13 +88,15 @@ def _matmul_gelu_kernel(
     x_source = operand(x_ptr, tokens, WIDTH, x_stride, ROWS, PIECE, STAGED)
     dx_target = operand(dx_ptr, tokens, WIDTH, WIDTH, ROWS, PIECE, STAGED)
     tiles_down, tiles_across = tl.cdiv(tokens, ROWS), tl.cdiv(WIDTH, COLUMNS)
-    for tile in tl.range(tl.program_id(0), tiles_down * tiles_across, PROGRAMS, flatten=FLAT):
+    for tile in tl.range(tl.program_id(0), tiles_down * tiles_across, PROGRAMS):
         down, across = place(tile, tiles_down, tiles_across, GROUP)
         row, column = down * ROWS, across * COLUMNS
         x: tl.tuple = ()
         for i in tl.static_range(EARLY):
             left = column + i * PIECE
-            x += (load_once(x_source, row, left, tokens, WIDTH, x_stride, ROWS, PIECE, STAGED),)
+            x += (
+                block(x_source, row, left, tokens, WIDTH, x_stride, ROWS, PIECE, STAGED, ONCE=True),
+            )
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         acc = multiply(
             acc, a, b, row, column, tokens, HIDDEN, WIDTH, grad_stride, weight_stride,
@@ -106,7 +107,11 @@ def _matmul_gelu_kernel(
         for i in tl.static_range(SUBTILES):
             if i + EARLY < SUBTILES:
                 left = column + (i + EARLY) * PIECE
-                x += (load_once(x_source, row, left, tokens, WIDTH, x_stride, ROWS, PIECE, STAGED),)
+                x += (
+                    block(
+                        x_source, row, left, tokens, WIDTH, x_stride, ROWS, PIECE, STAGED, ONCE=True
+                    ),
+                )
             left = column + i * PIECE
             dx = pieces[i] * gelu_slope(x[i].to(tl.float32), TANH)
             rounded = dx.to(dx_ptr.dtype.element_ty)
@@ -143,7 +148,6 @@ def matmul_gelu_backward_fused(
         TANH=approximate == "tanh",
         HIDDEN=grad.shape[1],
         WIDTH=width,
-        FLAT=tile.flat,
         EARLY=tile.early,
         DESCRIBED=describable(grad, weight),
         STAGED=tile.staged and describable(x, dx),

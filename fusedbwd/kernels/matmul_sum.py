@@ -12,9 +12,9 @@ import triton.language as tl
 from fusedbwd.errors import UnsupportedError
 from fusedbwd.kernels._matmul import (
     MatmulTile,
+    block,
     describable,
     join,
-    load_once,
     mm,
     multiply,
     operand,
@@ -114,9 +114,9 @@ def _store_tile(
             if i + EARLY < SUBTILES:
                 left = column + (i + EARLY) * PIECE
                 residual += (
-                    load_once(
+                    block(
                         residuals, row, left, tokens, WIDTH, residual_stride,
-                        acc.shape[0], PIECE, STAGED,
+                        acc.shape[0], PIECE, STAGED, ONCE=True,
                     ),
                 )  # fmt: skip
             piece += residual[i].to(tl.float32)
@@ -187,8 +187,17 @@ def _sum_matmul_kernel(
         for i in tl.static_range(EARLY):
             left = column + i * PIECE
             early += (
-                load_once(
-                    residuals, row, left, tokens, WIDTH, residual_stride, ROWS, PIECE, STAGED
+                block(
+                    residuals,
+                    row,
+                    left,
+                    tokens,
+                    WIDTH,
+                    residual_stride,
+                    ROWS,
+                    PIECE,
+                    STAGED,
+                    ONCE=True,
                 ),
             )
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)

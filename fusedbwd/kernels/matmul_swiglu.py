@@ -8,8 +8,8 @@ import triton.language as tl
 
 from fusedbwd.kernels._matmul import (
     MatmulTile,
+    block,
     describable,
-    load_once,
     multiply,
     operand,
     place,
@@ -75,7 +75,6 @@ def _matmul_swiglu_kernel(
     SUBTILES: tl.constexpr,
     EARLY: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    FLAT: tl.constexpr,
     DESCRIBED: tl.constexpr,
     STAGED: tl.constexpr,
 ):
@@ -88,16 +87,20 @@ def _matmul_swiglu_kernel(
     d_linears = operand(packed_ptr + WIDTH, tokens, WIDTH, 2 * WIDTH, ROWS, PIECE, STAGED)
     tiles_down, tiles_across = tl.cdiv(tokens, ROWS), tl.cdiv(WIDTH, COLUMNS)
     dtype = packed_ptr.dtype.element_ty
-    for tile in tl.range(tl.program_id(0), tiles_down * tiles_across, PROGRAMS, flatten=FLAT):
+    for tile in tl.range(tl.program_id(0), tiles_down * tiles_across, PROGRAMS):
         down, across = place(tile, tiles_down, tiles_across, GROUP)
         row, column = down * ROWS, across * COLUMNS
         act: tl.tuple = ()
         linear: tl.tuple = ()
         for i in tl.static_range(EARLY):
             left = column + i * PIECE
-            act += (load_once(acts, row, left, tokens, WIDTH, act_stride, ROWS, PIECE, STAGED),)
+            act += (
+                block(acts, row, left, tokens, WIDTH, act_stride, ROWS, PIECE, STAGED, ONCE=True),
+            )
             linear += (
-                load_once(linears, row, left, tokens, WIDTH, linear_stride, ROWS, PIECE, STAGED),
+                block(
+                    linears, row, left, tokens, WIDTH, linear_stride, ROWS, PIECE, STAGED, ONCE=True
+                ),
             )
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         acc = multiply(
@@ -108,10 +111,23 @@ def _matmul_swiglu_kernel(
         for i in tl.static_range(SUBTILES):
             if i + EARLY < SUBTILES:
                 left = column + (i + EARLY) * PIECE
-                act += (load_once(acts, row, left, tokens, WIDTH, act_stride, ROWS, PIECE, STAGED),)
+                act += (
+                    block(
+                        acts, row, left, tokens, WIDTH, act_stride, ROWS, PIECE, STAGED, ONCE=True
+                    ),
+                )
                 linear += (
-                    load_once(
-                        linears, row, left, tokens, WIDTH, linear_stride, ROWS, PIECE, STAGED
+                    block(
+                        linears,
+                        row,
+                        left,
+                        tokens,
+                        WIDTH,
+                        linear_stride,
+                        ROWS,
+                        PIECE,
+                        STAGED,
+                        ONCE=True,
                     ),
                 )
             left = column + i * PIECE
@@ -145,7 +161,6 @@ def matmul_swiglu_backward_fused(
         linear.stride(0),
         HIDDEN=grad.shape[1],
         WIDTH=width,
-        FLAT=tile.flat,
         EARLY=tile.early,
         DESCRIBED=describable(grad, weight),
         STAGED=tile.staged and describable(act, linear, packed[:, width:]),

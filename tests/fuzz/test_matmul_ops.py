@@ -37,7 +37,6 @@ def tiles(draw, *, epilogue: bool):
                 subtiles=st.sampled_from([1, 2, 4]),
                 group=st.sampled_from([1, 2, 8]),
                 split=st.just(False) if epilogue else st.booleans(),
-                flat=st.booleans() if epilogue else st.just(False),
                 early=st.sampled_from([0, 1, 2]),
                 staged=st.booleans(),
             )

@@ -67,7 +67,7 @@ def test_reference_is_autograd(approximate):
 @pytest.mark.parametrize(("hidden", "width"), [(24, 40), (33, 130)])
 def test_kernel(tokens, hidden, width, approximate, dtype, loads, device):
     args = *operands(tokens, hidden, width, dtype, device), approximate
-    tile = tile_for(tokens, subtiles=4, group=1, flat=True) if width == 40 else tile_for(tokens)
+    tile = tile_for(tokens, subtiles=4, group=1) if width == 40 else tile_for(tokens)
     check(fused(tile), args, dtype)
 
 

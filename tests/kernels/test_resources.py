@@ -1,30 +1,18 @@
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from processes import ROOT, uninterpreted
 
-ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "docs" / "kernel-resources.json"
-
-
-def run(*arguments):
-    """Runs Python in a process of its own, without the interpreter of kernels."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """The figures of a fresh compilation."""
     path = tmp_path_factory.mktemp("resources") / "resources.json"
-    run(str(ROOT / "scripts" / "kernel_resources.py"), "--json", str(path))
+    done = uninterpreted(ROOT / "scripts" / "kernel_resources.py", "--json", path)
+    assert done.returncode == 0, done.stderr
     return json.loads(path.read_text())
 
 
@@ -60,7 +48,9 @@ def test_the_tensor_core_adds_up_one_step_of_fp16x3():
     """Triton turns acc + dot(x, y) into a dot that adds to acc. The sum over all steps would then
     be the tensor core's, which is not exact enough: no dot on float16 adds to what a loop carries.
     """
-    ttir = run("-c", TTIR)
+    done = uninterpreted("-c", TTIR)
+    assert done.returncode == 0, done.stderr
+    ttir = done.stdout
     dots = re.findall(r"tt\.dot %\w+, %\w+, (%\w+)\b.*xf16> \*", ttir)
     assert len(dots) == 3
     for acc in dots:

@@ -5,13 +5,11 @@ never runs.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import uninterpreted
 from torch import fx
 from torch._higher_order_ops import triton_kernel_wrap
 from torch.utils import _pytree as pytree
@@ -67,11 +65,7 @@ def storages(tensors):
 
 def test_shipped_kernels():
     """In a process of its own, without the interpreter."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(FOLDER), str(FOLDER.parents[1])])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
-    )
+    done = uninterpreted("-c", PROGRAM, path=[FOLDER, FOLDER.parent])
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {op for op, *_ in found} == {op for op, *_ in shipped()}

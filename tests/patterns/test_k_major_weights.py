@@ -17,7 +17,7 @@ from fusedbwd import Config, export_backward, report
 from fusedbwd.fuse import fuse
 from fusedbwd.graph import gradient_nodes
 from fusedbwd.kernels import _routes
-from fusedbwd.kernels._routes import EDGES, Shape
+from fusedbwd.kernels._routes import EDGES, k_major_shape
 from fusedbwd.numerics import relative_l2
 from fusedbwd.precision import HIGH, HIGHEST, MEDIUM, matmul_precision
 from fusedbwd.problems import get_problem
@@ -39,8 +39,10 @@ def measure(monkeypatch):
     def use(beyond, capability=None):
         slow = [e for e in EDGES if e <= (beyond or 0)]
         fast = [e + 1 for e in EDGES if e >= (beyond or 0)]
-        shape = Shape("k_major_weights", WIDTH, WIDTH, 1, False, "float32")._asdict()
-        row = shape | {"tokens": slow + fast, "cublas_ms": [2] * len(slow + fast)}
+        row = k_major_shape(WIDTH, WIDTH)._asdict() | {
+            "tokens": slow + fast,
+            "cublas_ms": [2] * len(slow + fast),
+        }
         row["routes"] = [{"ms": [3] * len(slow) + [1] * len(fast)}]
         rows = () if beyond is None else (row,)
         monkeypatch.setattr(_routes, "REACH", math.inf)
