@@ -95,8 +95,10 @@ def _matmul_gelu_kernel(
         for i in tl.static_range(EARLY):
             left = column + i * PIECE
             x += (
-                block(x_source, row, left, tokens, WIDTH, x_stride, ROWS, PIECE, STAGED, ONCE=True),
-            )
+                block(
+                    x_source, row, left, tokens, WIDTH, x_stride, ROWS, PIECE, STAGED, ONCE=True,
+                ),
+            )  # fmt: skip
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         acc = multiply(
             acc, a, b, row, column, tokens, HIDDEN, WIDTH, grad_stride, weight_stride,
@@ -109,9 +111,10 @@ def _matmul_gelu_kernel(
                 left = column + (i + EARLY) * PIECE
                 x += (
                     block(
-                        x_source, row, left, tokens, WIDTH, x_stride, ROWS, PIECE, STAGED, ONCE=True
+                        x_source, row, left, tokens, WIDTH, x_stride, ROWS, PIECE, STAGED,
+                        ONCE=True,
                     ),
-                )
+                )  # fmt: skip
             left = column + i * PIECE
             dx = pieces[i] * gelu_slope(x[i].to(tl.float32), TANH)
             rounded = dx.to(dx_ptr.dtype.element_ty)

@@ -115,8 +115,8 @@ def _store_tile(
                 left = column + (i + EARLY) * PIECE
                 residual += (
                     block(
-                        residuals, row, left, tokens, WIDTH, residual_stride,
-                        acc.shape[0], PIECE, STAGED, ONCE=True,
+                        residuals, row, left, tokens, WIDTH, residual_stride, acc.shape[0], PIECE,
+                        STAGED, ONCE=True,
                     ),
                 )  # fmt: skip
             piece += residual[i].to(tl.float32)
@@ -188,18 +188,10 @@ def _sum_matmul_kernel(
             left = column + i * PIECE
             early += (
                 block(
-                    residuals,
-                    row,
-                    left,
-                    tokens,
-                    WIDTH,
-                    residual_stride,
-                    ROWS,
-                    PIECE,
-                    STAGED,
+                    residuals, row, left, tokens, WIDTH, residual_stride, ROWS, PIECE, STAGED,
                     ONCE=True,
                 ),
-            )
+            )  # fmt: skip
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         acc = multiply(
             acc, a0, b0, row, column, tokens, DEPTH0, WIDTH, a0_stride, b0_stride,

@@ -95,13 +95,16 @@ def _matmul_swiglu_kernel(
         for i in tl.static_range(EARLY):
             left = column + i * PIECE
             act += (
-                block(acts, row, left, tokens, WIDTH, act_stride, ROWS, PIECE, STAGED, ONCE=True),
-            )
+                block(
+                    acts, row, left, tokens, WIDTH, act_stride, ROWS, PIECE, STAGED, ONCE=True,
+                ),
+            )  # fmt: skip
             linear += (
                 block(
-                    linears, row, left, tokens, WIDTH, linear_stride, ROWS, PIECE, STAGED, ONCE=True
+                    linears, row, left, tokens, WIDTH, linear_stride, ROWS, PIECE, STAGED,
+                    ONCE=True,
                 ),
-            )
+            )  # fmt: skip
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         acc = multiply(
             acc, a, b, row, column, tokens, HIDDEN, WIDTH, grad_stride, weight_stride,
@@ -113,23 +116,15 @@ def _matmul_swiglu_kernel(
                 left = column + (i + EARLY) * PIECE
                 act += (
                     block(
-                        acts, row, left, tokens, WIDTH, act_stride, ROWS, PIECE, STAGED, ONCE=True
+                        acts, row, left, tokens, WIDTH, act_stride, ROWS, PIECE, STAGED, ONCE=True,
                     ),
-                )
+                )  # fmt: skip
                 linear += (
                     block(
-                        linears,
-                        row,
-                        left,
-                        tokens,
-                        WIDTH,
-                        linear_stride,
-                        ROWS,
-                        PIECE,
-                        STAGED,
+                        linears, row, left, tokens, WIDTH, linear_stride, ROWS, PIECE, STAGED,
                         ONCE=True,
                     ),
-                )
+                )  # fmt: skip
             left = column + i * PIECE
             d_act, d_linear = swiglu_gradients(pieces[i], act[i], linear[i])
             store_piece(d_acts, d_act.to(dtype), row, left, tokens, WIDTH, 2 * WIDTH, STAGED)
